@@ -1,0 +1,1 @@
+"""The staleness-aware buffer: ledger, batch journal, payload store, audit."""

@@ -1,0 +1,54 @@
+"""The [buffer] section."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+from pydantic import Field, model_validator
+
+from protocol.config import Section
+
+
+class StalenessGuard(StrEnum):
+    """What happens to tokens older than K when a step takes a group."""
+
+    MASK = "mask"
+    """They leave the loss and stay as context; a group with too little left is released."""
+    DROP = "drop"
+    """A group whose oldest trainable token is over K is released."""
+    CORRECT = "correct"
+    """Nothing: the loss corrects for it."""
+
+
+class BufferConfig(Section):
+    groups_per_step: int = Field(64, ge=1, description="B: groups per optimizer step.")
+    pipeline_depth: float = Field(1.5, ge=0, description="D: mean first-token staleness in steps, with weights live at once. 0: on-policy.")
+    max_staleness: int = Field(8, ge=0, description="K: hard bound of staleness in steps for every token in a loss.")
+    chunk_groups: int = Field(0, ge=0, description="Groups leased at a time. 0: an eighth of a step.")
+    staleness_guard: StalenessGuard = Field(StalenessGuard.MASK, strict=False, description="mask, drop or correct: what happens to tokens over K.")
+    min_kept_share: float = Field(0.5, ge=0, le=1, description="With mask: a group with a smaller share of its trainable tokens left is released for retry.")
+    byte_budget: int = Field(4 << 30, ge=1, description="Bytes of payloads in Redis; reserve waits at the limit, nothing is evicted.")
+    retention: int = Field(0, ge=0, description="Steps whose payloads are kept for replay beyond what the oldest kept checkpoint needs.")
+    slot_seconds: float = Field(60.0, gt=0, description="A slot without a heartbeat for so long returns to the buffer.")
+    max_attempts: int = Field(4, ge=1, description="Failed and stale attempts of one group before it is set aside as dead.")
+
+    @model_validator(mode="after")
+    def _chunk_fits(self) -> BufferConfig:
+        if self.chunk_groups > self.groups_per_step:
+            raise ValueError(f"chunk_groups {self.chunk_groups} exceeds groups_per_step {self.groups_per_step}: lower it, or use 0 for an eighth of a step")
+        return self
+
+    @property
+    def chunk(self) -> int:
+        """Groups in every chunk of a step but, perhaps, the last."""
+        return self.chunk_groups or max(1, self.groups_per_step // 8)
+
+    @property
+    def chunks_per_step(self) -> int:
+        return math.ceil(self.groups_per_step / self.chunk)
+
+    @property
+    def admission_limit(self) -> int:
+        """Groups that may be outstanding: `ceil((D + 1) * B)`."""
+        return math.ceil((self.pipeline_depth + 1) * self.groups_per_step)

@@ -1,0 +1,1 @@
+"""How processes reach machines and people: the `rollstream` command, local launcher, HTTP service, embedded Redis."""

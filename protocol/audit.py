@@ -1,0 +1,30 @@
+"""The audit stream: one line for every state change of a run, in the order Redis saw them.
+
+Ledger scripts append inside their own transaction; everything else uses `emit`. An entry has two fields, `op` and `d` (JSON).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import orjson
+
+from protocol.connection import Client
+from protocol.errors import DecodeError
+from protocol.keys import Keys
+from protocol.messages import Event, JsonValue
+
+
+async def emit(client: Client, keys: Keys, op: str, fields: Mapping[str, JsonValue]) -> None:
+    """Append one event that no ledger script writes (engines, weights, evaluation)."""
+    await client.xadd(keys.audit, {"op": op, "d": orjson.dumps(dict(fields))})
+
+
+def event(entry_id: bytes, entry: Mapping[bytes, bytes]) -> Event:
+    """One stream entry as an `Event`. Raises: `DecodeError`."""
+    try:
+        fields = orjson.loads(entry[b"d"])
+        return Event(id=entry_id.decode(), op=entry[b"op"].decode(), fields=cast("Mapping[str, JsonValue]", fields))
+    except (KeyError, ValueError) as problem:
+        raise DecodeError(f"audit entry {entry_id!r}", str(problem)) from problem

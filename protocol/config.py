@@ -1,0 +1,204 @@
+"""Configuration: one TOML file a run, then the environment, then `--set a.b=c`; resolved once, every key checked, printable.
+
+A daemon declares a tree of the sections it needs, validates those fully and knows the others by name:
+
+    class ProducerDaemonConfig(Tree):
+        run: RunConfig
+        redis: RedisConfig
+        producer: ProducerConfig = ProducerConfig()
+
+    config = load(ProducerDaemonConfig, "run.toml", sets=["producer.max_inflight_groups=8"])
+
+The environment overrides a key as `ROLLSTREAM__SECTION__KEY`. Values of the environment and of `--set` are read as TOML, and as plain text where they are not TOML.
+Relative paths are relative to the working directory of the process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from protocol.errors import ConfigError
+
+SECTIONS = (
+    "run",
+    "redis",
+    "model",
+    "data",
+    "rollout",
+    "reward",
+    "eval",
+    "buffer",
+    "weights",
+    "engine",
+    "producer",
+    "trainer",
+    "checkpoint",
+    "stop",
+    "http",
+)
+_ENVIRONMENT = "ROLLSTREAM__"
+
+
+class Section(BaseModel):
+    """One table of the file. Frozen; unknown keys and wrong types are errors. Each field has a unit in its name, a default, and one line of help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+
+
+class Tree(BaseModel):
+    """The sections a daemon reads. Sections without required keys get a default here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class RunConfig(Section):
+    name: str = Field(description="Name of the run: with redis.url, the only address a process needs.")
+    seed: int = Field(0, ge=0, description="Seeds the order of prompts, the sampling and the trainer.")
+    dir: str = Field("", description="Folder for checkpoints, metrics and the audit. Default: runs/<name>.")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir or f"runs/{self.name}").absolute()
+
+
+class RedisConfig(Section):
+    url: str = Field("", description="redis://, rediss:// or unix://. Empty: `rollstream up` starts a server in run.dir.")
+    deadline_s: float = Field(30.0, gt=0, description="Seconds a command is retried while Redis is away, before the process gives up.")
+    appendfsync: Literal["always", "everysec", "no"] = Field("everysec", description="fsync policy of a server that we start; `always` survives a power cut.")
+
+
+class ModelConfig(Section):
+    path: str = Field(description="Folder of a Hugging Face causal LM with its tokenizer: the starting weights.")
+
+
+class DataConfig(Section):
+    path: str = Field(description="JSONL file of prompts; a slice may follow: data.jsonl[:1000], [100:200], [::2].")
+    prompt_key: str = Field("prompt", description="Key of the prompt: text, or a list of chat messages.")
+    label_key: str = Field("label", description="Key of the reference answer that rewards compare with.")
+    metadata_key: str = Field("metadata", description="Key of an object that rewards and rollout functions receive.")
+
+
+class RolloutConfig(Section):
+    group_size: int = Field(8, ge=1, description="G: rollouts of each prompt.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="A longer prompt is an error that names its line.")
+    max_new_tokens: int = Field(1024, ge=1, description="Upper bound of sampled tokens of one rollout.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature. 0: greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; training wants 1.")
+    top_k: int = Field(-1, ge=-1, description="Sample among the k likeliest tokens; -1: all. Training wants -1.")
+    stop: tuple[str, ...] = Field((), strict=False, description="Strings that end a rollout.")
+
+
+T = TypeVar("T", bound=Tree)
+
+
+def load(tree: type[T], path: str | os.PathLike[str], *, sets: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> T:
+    """The daemon's configuration from file, environment and `--set`, in that order.
+
+    Raises: `ConfigError` naming file, line or origin, key, what was seen and what to do.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{source}: cannot be read ({problem}); give -c the path of a TOML file") from problem
+    try:
+        merged: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"{source}: not valid TOML: {problem}") from problem
+    origins: dict[str, str] = {}
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(_ENVIRONMENT):
+            _override(merged, origins, name.removeprefix(_ENVIRONMENT).lower().replace("__", "."), value, f"environment variable {name}")
+    for item in sets:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: expected section.key=value")
+        _override(merged, origins, key.strip(), value, f"--set {item}")
+    return validate(tree, merged, source=str(source), text=text, origins=origins)
+
+
+def validate(tree: type[T], values: Mapping[str, Any], *, source: str, text: str = "", origins: Mapping[str, str] | None = None) -> T:
+    """`values` as `tree`; errors name `source` and, where `text` has it, the line."""
+    origins = origins or {}
+    for section in values:
+        if section not in SECTIONS:
+            raise ConfigError(f"{_where(source, text, origins, section, '')}: unknown section [{section}]{_suggest(section, SECTIONS)}")
+    try:
+        return tree.model_validate(dict(values))
+    except ValidationError as problem:
+        raise ConfigError("\n".join(_explain(tree, error, source, text, origins) for error in problem.errors())) from problem
+
+
+def _override(merged: dict[str, Any], origins: dict[str, str], dotted: str, value: str, origin: str) -> None:
+    section, dot, key = dotted.partition(".")
+    if not dot or not key or "." in key:
+        raise ConfigError(f"{origin}: expected section.key, got {dotted!r}")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    table = merged.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{origin}: {section} is not a section")
+    table[key] = parsed
+    origins[dotted] = origin
+
+
+def _explain(tree: type[Tree], error: Any, source: str, text: str, origins: Mapping[str, str]) -> str:
+    section, *rest = (str(part) for part in error["loc"]) if error["loc"] else ("",)
+    key = rest[0] if rest else ""
+    dotted = ".".join((section, *rest))
+    where = _where(source, text, origins, section, key)
+    if error["type"] == "missing":
+        if not rest:
+            required = [name for name, field in _fields(tree, section).items() if field.is_required()]
+            return f"{where}: section [{section}] is missing: add it with {', '.join(required) or 'its keys'}"
+        return f"{where}: {dotted} is missing: {_help(tree, section, key)}"
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key {dotted}{_suggest(key, _fields(tree, section), section)}"
+    if error["type"] == "value_error":
+        return f"{where}: {dotted + ': ' if section else ''}{error['ctx']['error']}"
+    seen = f"got {error['input']!r:.60} ({type(error['input']).__name__})"
+    return f"{where}: {dotted}: {seen}; {error['msg'][0].lower()}{error['msg'][1:]}. {_help(tree, section, key)}".rstrip()
+
+
+def _fields(tree: type[Tree], section: str) -> Mapping[str, Any]:
+    field = tree.model_fields.get(section)
+    annotation = field.annotation if field is not None else None
+    return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
+
+
+def _help(tree: type[Tree], section: str, key: str) -> str:
+    field = _fields(tree, section).get(key)
+    return str(field.description) if field is not None and field.description else ""
+
+
+def _suggest(name: str, known: Sequence[str] | Mapping[str, Any], section: str = "") -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    prefix = f"{section}." if section else ""
+    if close:
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; known here: {', '.join(prefix + item for item in known)}"
+
+
+def _where(source: str, text: str, origins: Mapping[str, str], section: str, key: str) -> str:
+    if (origin := origins.get(f"{section}.{key}")) is not None:
+        return origin
+    current = ""
+    section_line = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+            current = header[1]
+            if current == section:
+                section_line = number
+        elif key and current == section and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
+            return f"{source}:{number}"
+    return f"{source}:{section_line}" if section_line else source

@@ -1,0 +1,147 @@
+"""Every error rollstream raises, named after the boundary that was crossed.
+
+::
+
+    RollstreamError                     exit 1
+    ├── ConfigError                     exit 2   the person must change something
+    │   ├── IdentityMismatch                     the run exists with another dataset, tokenizer, seed, G or schema
+    │   ├── RunExists / RunMissing               --new on an existing run, --resume on none
+    │   └── UnsafeRedis                          evicting, too old, or not reachable by this configuration
+    ├── Unavailable                     exit 75  try again later; nothing is wrong with the configuration
+    │   ├── RedisUnavailable
+    │   └── EngineUnavailable
+    ├── WireError
+    │   ├── DecodeError                          truncated, oversized or hostile bytes; names the field
+    │   └── SchemaTooNew                         written by a newer major version of rollstream; exit 2
+    ├── LedgerError
+    │   ├── SlotLost                             the slot expired or was given away; drop the group
+    │   ├── Fenced                               a newer trainer is attached; stop
+    │   ├── RunEnded                             the run drains; give slots back and exit 0
+    │   ├── PayloadTooLarge                      over the bytes charged at reserve; a failed attempt
+    │   ├── PayloadLost                          a leased payload is gone or damaged
+    │   └── StepOrder                            a step or chunk out of order: a bug in the caller
+    ├── SampleFailed                             one generation failed; retry that sample on another engine
+    └── WeightError
+        ├── ManifestError                        a manifest or weight file that must not be loaded; names the tensor
+        └── ApplyFailed                          an engine did not take a version; it is unfit until it does
+
+Failure of one rollout is a value (`Reason`), not an exception through the producer.
+"""
+
+from __future__ import annotations
+
+EXIT_DRAINED = 0
+EXIT_FAULT = 1
+EXIT_CONFIG = 2
+EXIT_TRY_AGAIN = 75
+
+
+class RollstreamError(Exception):
+    """Base of all our errors; `exit_code` is what a daemon exits with when this ends it."""
+
+    exit_code = EXIT_FAULT
+
+
+class ConfigError(RollstreamError):
+    """The person must change a file, a key or a command; the message says which and how."""
+
+    exit_code = EXIT_CONFIG
+
+
+class IdentityMismatch(ConfigError):
+    """This run was created with another dataset, tokenizer, seed, group size or schema."""
+
+
+class RunExists(ConfigError):
+    """`--new` was asked for, and the run is already there."""
+
+
+class RunMissing(ConfigError):
+    """`--resume` was asked for, and there is no such run."""
+
+
+class UnsafeRedis(ConfigError):
+    """The Redis server would lose data silently (evicting policy) or is too old."""
+
+
+class Unavailable(RollstreamError):
+    """Something we depend on does not answer within its deadline. Trying again later is right."""
+
+    exit_code = EXIT_TRY_AGAIN
+
+
+class RedisUnavailable(Unavailable):
+    """Redis did not answer within the deadline."""
+
+
+class EngineUnavailable(Unavailable):
+    """No engine answered within the deadline."""
+
+
+class WireError(RollstreamError):
+    """Bytes that cannot be understood."""
+
+
+class DecodeError(WireError):
+    """Truncated, oversized or hostile bytes; `field` names the place.
+
+    Raises from every decoder in `protocol`; the caller drops the bytes and reports the field.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class SchemaTooNew(WireError):
+    """Written by a newer major schema than this process reads. Upgrade this process."""
+
+    exit_code = EXIT_CONFIG
+
+
+class LedgerError(RollstreamError):
+    """The ledger refused a request; the ledger is unchanged."""
+
+
+class SlotLost(LedgerError):
+    """The slot expired, was given back, or belongs to somebody else. The group is not stored."""
+
+
+class Fenced(LedgerError):
+    """A newer incarnation of the trainer is attached. This one must stop and change nothing."""
+
+
+class RunEnded(LedgerError):
+    """The run is draining: no more slots are handed out."""
+
+
+class PayloadTooLarge(LedgerError):
+    """The payload is larger than the bytes charged at reserve. Counts as a failed attempt."""
+
+
+class PayloadLost(LedgerError):
+    """A leased group's payload is gone or does not match its digest."""
+
+    def __init__(self, seq: int, problem: str) -> None:
+        super().__init__(f"payload of group {seq}: {problem}")
+        self.seq = seq
+
+
+class StepOrder(LedgerError):
+    """A step or chunk was asked for out of order. A bug in the caller, never retried."""
+
+
+class SampleFailed(RollstreamError):
+    """One generation did not give a usable rollout. Retry that sample on another engine."""
+
+
+class WeightError(RollstreamError):
+    """The weight channel refused something."""
+
+
+class ManifestError(WeightError):
+    """A manifest or a file it names must not be loaded; the message names the tensor."""
+
+
+class ApplyFailed(WeightError):
+    """An engine did not take a version. It stays unfit and unroutable until it does."""

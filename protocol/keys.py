@@ -1,0 +1,83 @@
+"""The name of every Redis key of a run, in one place.
+
+Small state shares the hash tag `{run}`, so a script may touch several keys and stay legal on Redis Cluster. Payload keys carry no common tag: they spread.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from protocol.errors import ConfigError
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one run.
+
+    Raises: `ConfigError` for a run name that could not be a key and a folder name.
+    """
+
+    run: str
+
+    def __post_init__(self) -> None:
+        if not _RUN_NAME.fullmatch(self.run):
+            raise ConfigError(f"run.name {self.run!r}: use 1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit")
+
+    def key(self, suffix: str) -> str:
+        """A key in the run's own slot."""
+        return f"rs:{{{self.run}}}:{suffix}"
+
+    # buffer
+    @property
+    def state(self) -> str:
+        """Hash: identity, settings, counters and clocks of the ledger."""
+        return self.key("state")
+
+    @property
+    def forks(self) -> str:
+        """Hash: incarnation → "parent:step:random id"."""
+        return self.key("forks")
+
+    @property
+    def audit(self) -> str:
+        """Stream: every state change of the run, see `buffer/README.md`."""
+        return self.key("audit")
+
+    # weightsync
+    @property
+    def engines(self) -> str:
+        """Hash: engine id → encoded `EngineStatus`."""
+        return self.key("engines")
+
+    @property
+    def routable(self) -> str:
+        """Hash: engine id → "incarnation:n:expires_ms" by the clock of Redis. Read by the reserve script."""
+        return self.key("routable")
+
+    @property
+    def weights(self) -> str:
+        """Hash: the weight pointer and manifests."""
+        return self.key("weights")
+
+    # presence of producers and trainers
+    def presence(self, role: str) -> str:
+        """Hash: member id → encoded status; its expiry lies in `presence_deadline`."""
+        return self.key(f"presence:{role}")
+
+    def presence_deadline(self, role: str) -> str:
+        """Sorted set: member id by expiry in milliseconds of the clock of Redis."""
+        return self.key(f"presence:{role}:deadline")
+
+    # wake-ups
+    @property
+    def wakeups(self) -> str:
+        """Publish/subscribe channel; a message is a topic, see `protocol.wakeups.Topic`."""
+        return self.key("wakeups")
+
+    # payloads
+    def payload(self, seq: int, attempt: int, token: str) -> str:
+        """Written once by the owner of the slot; in a slot of its own, to spread over a cluster."""
+        return f"rs:payload:{self.run}:{seq}:{attempt}:{token}"

@@ -1,0 +1,271 @@
+"""Every message of the service in one readable file. `protocol.codec` turns them into bytes and back.
+
+A message is a frozen value. Each has a `schema` on the wire (`codec.SCHEMA`); fields a reader does not know are ignored, fields a writer left out
+take the defaults below, a newer major is refused. Adding a field with a default is a minor change; anything else is a major one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType, TypeAlias
+
+import numpy as np
+
+from protocol.arrays import Array, FloatArray, IntArray, MaskArray
+from protocol.versions import Version
+
+Seq = NewType("Seq", int)
+"""A group's identity: 0, 1, 2, … in the order of admission."""
+Attempt = NewType("Attempt", int)
+"""1, 2, 3, …: how often a `seq` has been handed out."""
+SlotToken = NewType("SlotToken", str)
+"""Random, made by the ledger for each slot; owning it is owning the slot."""
+EngineId = NewType("EngineId", str)
+JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+
+
+class GroupState(StrEnum):
+    """GENERATING → READY → LEASED → TRAINED, or RELEASED (will be retried) or DEAD (final)."""
+
+    GENERATING = "generating"
+    READY = "ready"
+    LEASED = "leased"
+    TRAINED = "trained"
+    RELEASED = "released"
+    DEAD = "dead"
+
+
+class Reason(StrEnum):
+    """Why a group was released or died."""
+
+    STALE = "stale"
+    """Too few of its tokens were within K."""
+    FILTERED = "filtered"
+    """The producer's filter refused it (final: DEAD)."""
+    FAILED = "failed"
+    """Generation or reward failed."""
+    EXPIRED = "expired"
+    """Its slot's deadline passed without a heartbeat."""
+    GIVEN_BACK = "given_back"
+    """Its producer stopped in good order."""
+    REWOUND = "rewound"
+    """Its step was abandoned on purpose."""
+    PAYLOAD_LOST = "payload_lost"
+
+
+class Edge(StrEnum):
+    """What a waiting process waits for; the watchdog reports it and since when."""
+
+    NO_RUN = "no run"
+    NO_SLOT = "no slot"
+    NO_ENGINE = "no engine"
+    NO_VERSION = "no version"
+    NO_BUDGET = "no budget"
+    NO_GROUP = "no group"
+    NO_TRAINER = "no trainer"
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    """Registered, no version acked since this boot: not routable."""
+    ROUTABLE = "routable"
+    UNFIT = "unfit"
+    """A version failed to apply or an answer contradicted the registry: not routable until it acks again."""
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens [start, end) of one rollout, indices into `Rollout.tokens`, written under one version."""
+
+    version: Version
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One sampled response to a prompt.
+
+    Shapes: T = prompt and response tokens together.
+    Invariant: mask is 1 on exactly the tokens the policy sampled; spans are disjoint, ascending, and cover every token with mask 1.
+    """
+
+    tokens: IntArray
+    """[T] int32, prompt then response, as sampled, never re-tokenised."""
+    mask: MaskArray
+    """[T] uint8; 1: sampled by the policy, may enter a loss. 0: context."""
+    logprobs: FloatArray
+    """[T] float32, nats: behaviour logprobs, after temperature; 0.0 where mask is 0."""
+    spans: tuple[Span, ...]
+    reward: float
+    finish_reason: str = "stop"
+    """As the engine gave it: stop, length or abort."""
+    engine_id: str = ""
+    """The engine that wrote the last token."""
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    @property
+    def trainable_tokens(self) -> int:
+        return int(np.count_nonzero(self.mask))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTimings:
+    """Seconds, by monotonic clock of the producer."""
+
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+    reward_s: float = 0.0
+    encode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHeader:
+    """What may be known of a group without its payload: enough to select, mask-count, balance and show it."""
+
+    seq: Seq
+    attempt: Attempt
+    token: SlotToken
+    prompt_id: str
+    """Names the row of the data set (and, for a curriculum, the choice)."""
+    producer_id: str
+    group_size: int
+    lengths: tuple[int, ...]
+    """[G] tokens of each rollout, prompt included."""
+    trainable: Mapping[Version, int]
+    """Trainable tokens by the version that wrote them, summed over the group."""
+    oldest: Version
+    """Oldest version of any trainable token."""
+    rewards: tuple[float, ...]
+    payload_bytes: int
+    payload_digest: str
+    """xxh3-128, hex, of the payload bytes as stored."""
+    created_at: float = 0.0
+    """Unix seconds, the producer's clock; for people only."""
+    timings: GroupTimings = GroupTimings()
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutGroup:
+    """The payload: the G sibling rollouts of one prompt."""
+
+    rollouts: tuple[Rollout, ...]
+    extras: Mapping[str, Array] = field(default_factory=dict)
+    """Named arrays beyond the standard ones (routed experts, multimodal features)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a manifest."""
+
+    name: str
+    """Hugging Face parameter name."""
+    dtype: str
+    """safetensors spelling: F32, BF16, …"""
+    shape: tuple[int, ...]
+    file: str
+    """Relative to the manifest's location; never leaves it."""
+    checksum: str
+    """xxh3-64, hex, of the tensor's bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One published version. Immutable; visible only once every byte it names is readable."""
+
+    version: Version
+    kind: str
+    """full | delta"""
+    parent: str
+    """Digest of the manifest a delta applies to; "" for full."""
+    tensors: tuple[TensorEntry, ...]
+    digest: str
+    """xxh3-128, hex, over names, shapes and bytes of all tensors: equal digest means equal weights."""
+    transport: str
+    """store"""
+    location: str
+    """Directory or URL that holds the files."""
+    total_bytes: int
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """An engine as its host reports it. Registered under `engine_id`; a new `boot_nonce` is a new engine."""
+
+    engine_id: EngineId
+    boot_nonce: str
+    url: str
+    kind: str
+    """embedded | sglang"""
+    state: EngineState
+    version: Version | None = None
+    """Newest version acked since this boot."""
+    target: Version | None = None
+    """Version being prepared or applied; pinned against garbage collection."""
+    reason: str = ""
+    """Why it is unfit."""
+    running: int = 0
+    queued: int = 0
+    capacity: int = 0
+    """Requests it decodes at once."""
+    generated_tokens: int = 0
+    busy_s: float = 0.0
+    """Seconds spent computing since boot."""
+    uptime_s: float = 0.0
+    paused_s: float = 0.0
+    """Seconds paused for updates since boot."""
+    updates: int = 0
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerStatus:
+    producer_id: str
+    inflight_groups: int = 0
+    waiting_for: Edge | None = None
+    waiting_since: float = 0.0
+    """Unix seconds; 0 when not waiting."""
+    groups_put: int = 0
+    groups_failed: int = 0
+    samples_retried: int = 0
+    generated_tokens: int = 0
+    loop_lag_ms: float = 0.0
+    """Worst event-loop lag since the last heartbeat."""
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStatus:
+    trainer_id: str
+    incarnation: int = 0
+    step: int = 0
+    """The step being trained."""
+    trained: int = 0
+    waiting_for: Edge | None = None
+    waiting_since: float = 0.0
+    busy_s: float = 0.0
+    uptime_s: float = 0.0
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of the audit stream. `op` is the state change, `fields` what it changed; see `buffer/README.md` for the list."""
+
+    id: str
+    """Redis stream id: milliseconds-sequence, the order of events."""
+    op: str
+    fields: Mapping[str, JsonValue]
+
+    @property
+    def at(self) -> float:
+        """Unix seconds by the clock of Redis."""
+        return int(self.id.partition("-")[0]) / 1000
