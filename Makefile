@@ -1,0 +1,66 @@
+# Each target installs what it needs into .venv and works from a fresh clone with nothing but Python 3.11 or 3.12.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+DRILL ?= processes
+
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo drill test check lint format clean $(addprefix lane-,unit redis demo faults)
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed-all: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@touch $@ $(VENV)/installed-all
+
+install: $(VENV)/installed-all  ## the commands rl-producer, rl-trainer and rollstream in .venv/bin
+
+demo: $(VENV)/installed-all  ## train a model through Redis, live engines and the weight channel (SEED=n)
+	$(BIN)/rollstream demo --seed $(SEED)
+
+drill: $(VENV)/installed-all  ## the demo under kill -9 (DRILL=processes or DRILL=group)
+	$(BIN)/rollstream demo --seed $(SEED) --drill $(DRILL)
+
+# The lanes of the test suite, with the minutes each may take on two cores.
+test: lane-unit lane-redis lane-demo lane-faults  ## the whole test suite
+
+lane-unit: $(VENV)/installed-dev  # 4 minutes
+	$(BIN)/pytest -q -m 'not redis and not demo and not faults'
+
+lane-redis: $(VENV)/installed-dev  # 4 minutes
+	$(BIN)/pytest -q -m 'redis and not demo and not faults'
+
+lane-demo: $(VENV)/installed-dev  # 4 minutes
+	$(BIN)/pytest -q -m 'demo and not faults'
+
+lane-faults: $(VENV)/installed-dev  # 3 minutes
+	$(BIN)/pytest -q -m faults
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/installed-dev  ## write the code in its one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: lint test  ## everything CI checks
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
