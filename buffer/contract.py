@@ -84,6 +84,8 @@ class ChunkRecord:
     headers: tuple[GroupHeader, ...]
     last: bool
     """The step is complete after this chunk."""
+    record: StepRecord
+    """What this chunk was judged by; mask by this one. It differs from the step's when a trainer died in the middle of the step and another went on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +204,9 @@ class Ledger(Protocol):
 
     async def payload(self, header: GroupHeader) -> bytes:
         """The payload as stored. Raises: `PayloadLost` if it is gone or its digest is not the header's."""
+
+    async def payloads(self, headers: Sequence[GroupHeader]) -> tuple[bytes, ...]:
+        """Several payloads in one round trip; the caller bounds the bytes. Raises: `PayloadLost` for the first that is gone or damaged."""
 
     async def step_record(self, step: int) -> StepRecord | None:
         """A journalled step, for readers."""

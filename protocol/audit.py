@@ -24,7 +24,11 @@ async def emit(client: Client, keys: Keys, op: str, fields: Mapping[str, JsonVal
 def event(entry_id: bytes, entry: Mapping[bytes, bytes]) -> Event:
     """One stream entry as an `Event`. Raises: `DecodeError`."""
     try:
-        fields = orjson.loads(entry[b"d"])
-        return Event(id=entry_id.decode(), op=entry[b"op"].decode(), fields=cast("Mapping[str, JsonValue]", fields))
-    except (KeyError, ValueError) as problem:
+        fields, op = orjson.loads(entry[b"d"]), entry[b"op"].decode()
+    except KeyError as problem:
+        raise DecodeError(f"audit entry {entry_id!r}", f"has no field {problem}") from problem
+    except ValueError as problem:
         raise DecodeError(f"audit entry {entry_id!r}", str(problem)) from problem
+    if not isinstance(fields, dict):
+        raise DecodeError(f"audit entry {entry_id!r}", f"expected a JSON object, got {type(fields).__name__}")
+    return Event(id=entry_id.decode(), op=op, fields=cast("Mapping[str, JsonValue]", fields))

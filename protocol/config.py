@@ -9,15 +9,13 @@ A daemon declares a tree of the sections it needs, validates those fully and kno
 
     config = load(ProducerDaemonConfig, "run.toml", sets=["producer.max_inflight_groups=8"])
 
-The environment overrides a key as `ROLLSTREAM__SECTION__KEY`. Values of the environment and of `--set` are read as TOML, and as plain text where they are not TOML.
-Relative paths are relative to the working directory of the process.
+The environment overrides a key as `ROLLSTREAM__SECTION__KEY`. Values of the environment and of `--set` are read as TOML, and as plain text where they
+are not TOML. Relative paths are relative to the working directory of the process.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protocol.errors import ConfigError
+from protocol.explain import explain, suggest, where
 
 SECTIONS = (
     "run",
@@ -106,7 +105,7 @@ def load(tree: type[T], path: str | os.PathLike[str], *, sets: Sequence[str] = (
     """
     source = Path(path)
     try:
-        text = source.read_text("utf-8")
+        text = source.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{source}: cannot be read ({problem}); give -c the path of a TOML file") from problem
     try:
@@ -130,75 +129,28 @@ def validate(tree: type[T], values: Mapping[str, Any], *, source: str, text: str
     origins = origins or {}
     for section in values:
         if section not in SECTIONS:
-            raise ConfigError(f"{_where(source, text, origins, section, '')}: unknown section [{section}]{_suggest(section, SECTIONS)}")
+            raise ConfigError(f"{where(source, text, origins, section)}: unknown section [{section}]{suggest(section, SECTIONS)}")
     try:
         return tree.model_validate(dict(values))
     except ValidationError as problem:
-        raise ConfigError("\n".join(_explain(tree, error, source, text, origins) for error in problem.errors())) from problem
+        raise ConfigError("\n".join(explain(tree, error, source, text, origins) for error in problem.errors())) from problem
 
 
 def _override(merged: dict[str, Any], origins: dict[str, str], dotted: str, value: str, origin: str) -> None:
     section, dot, key = dotted.partition(".")
-    if not dot or not key or "." in key:
+    if not dot or not section or not key or "." in key:
         raise ConfigError(f"{origin}: expected section.key, got {dotted!r}")
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
     table = merged.setdefault(section, {})
     if not isinstance(table, dict):
         raise ConfigError(f"{origin}: {section} is not a section")
-    table[key] = parsed
+    table[key] = _parsed(value)
     origins[dotted] = origin
 
 
-def _explain(tree: type[Tree], error: Any, source: str, text: str, origins: Mapping[str, str]) -> str:
-    section, *rest = (str(part) for part in error["loc"]) if error["loc"] else ("",)
-    key = rest[0] if rest else ""
-    dotted = ".".join((section, *rest))
-    where = _where(source, text, origins, section, key)
-    if error["type"] == "missing":
-        if not rest:
-            required = [name for name, field in _fields(tree, section).items() if field.is_required()]
-            return f"{where}: section [{section}] is missing: add it with {', '.join(required) or 'its keys'}"
-        return f"{where}: {dotted} is missing: {_help(tree, section, key)}"
-    if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key {dotted}{_suggest(key, _fields(tree, section), section)}"
-    if error["type"] == "value_error":
-        return f"{where}: {dotted + ': ' if section else ''}{error['ctx']['error']}"
-    seen = f"got {error['input']!r:.60} ({type(error['input']).__name__})"
-    return f"{where}: {dotted}: {seen}; {error['msg'][0].lower()}{error['msg'][1:]}. {_help(tree, section, key)}".rstrip()
-
-
-def _fields(tree: type[Tree], section: str) -> Mapping[str, Any]:
-    field = tree.model_fields.get(section)
-    annotation = field.annotation if field is not None else None
-    return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
-
-
-def _help(tree: type[Tree], section: str, key: str) -> str:
-    field = _fields(tree, section).get(key)
-    return str(field.description) if field is not None and field.description else ""
-
-
-def _suggest(name: str, known: Sequence[str] | Mapping[str, Any], section: str = "") -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    prefix = f"{section}." if section else ""
-    if close:
-        return f"; did you mean {prefix}{close[0]}?"
-    return f"; known here: {', '.join(prefix + item for item in known)}"
-
-
-def _where(source: str, text: str, origins: Mapping[str, str], section: str, key: str) -> str:
-    if (origin := origins.get(f"{section}.{key}")) is not None:
-        return origin
-    current = ""
-    section_line = 0
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
-            current = header[1]
-            if current == section:
-                section_line = number
-        elif key and current == section and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
-            return f"{source}:{number}"
-    return f"{source}:{section_line}" if section_line else source
+def _parsed(value: str) -> object:
+    """The value as TOML, or as text where it is not exactly one TOML value."""
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        return value
+    return parsed["value"] if parsed.keys() == {"value"} else value

@@ -6,16 +6,18 @@ jitter until the deadline of the connection. Past it the caller gets `RedisUnava
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import BusyLoadingError, NoScriptError, RedisError
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -23,7 +25,13 @@ from protocol.errors import ConfigError, RedisUnavailable, UnsafeRedis
 
 Client: TypeAlias = "redis.Redis"
 MIN_REDIS = (7, 0)
-_CONNECTION_FAULTS = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
+_REFUSED = (AuthenticationError, AuthorizationError)
+"""Connection errors of redis-py that no retry mends."""
+_CONNECTION_FAULTS = (RedisConnectionError, RedisTimeoutError, OSError)
+_BASE_S, _CAP_S = 0.05, 1.0
+_ATTEMPT_S = 5.0
+"""An attempt to connect costs at most this, one to get a reply at least this or the deadline."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +56,74 @@ class ServerFacts:
         )
 
 
+def _refused(problem: BaseException) -> bool:
+    """Whether the server answered and said no to this user, which no retry mends. redis-py wraps that answer while it connects."""
+    return isinstance(problem, _REFUSED) or isinstance(problem.__cause__, _REFUSED)
+
+
+class DeadlineRetry(Retry):
+    """Tries again with full jitter until a deadline, whatever an attempt costs: a refused socket in microseconds, a silent host in seconds.
+
+    It also bounds each attempt, in place of redis-py's `socket_timeout`: that one sends through `asyncio.wait_for`, which before Python 3.12 swallows a
+    cancellation that arrives as the send completes, and the command then waits for its reply for ever.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(NoBackoff(), -1, supported_errors=(RedisConnectionError, RedisTimeoutError))
+        self._deadline_s = deadline_s
+        self._attempt_s = max(_ATTEMPT_S, deadline_s)
+
+    async def call_with_retry(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,
+    ) -> T:
+        """`do()` until it succeeds; `fail(error)` after each failure, as redis-py wants it."""
+        clock = asyncio.get_running_loop().time
+        until, failures = clock() + self._deadline_s, 0
+        while True:
+            try:
+                return await self._attempt(do)
+            except self._supported_errors as error:
+                failures += 1
+                await (fail(error, failures) if with_failure_count else fail(error))
+                left_s = until - clock()
+                if left_s <= 0 or _refused(error) or (is_retryable is not None and not is_retryable(error)):
+                    raise
+                await asyncio.sleep(min(left_s, random.uniform(0, min(_CAP_S, _BASE_S * 2**failures))))
+
+    async def _attempt(self, do: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(self._attempt_s):
+                return await do()
+        except TimeoutError as problem:
+            raise RedisTimeoutError(f"no reply within {self._attempt_s:g} s") from problem
+
+
 def connect(url: str, *, deadline_s: float = 30.0, max_connections: int = 64) -> Client:
     """A client for `url` (`redis://`, `rediss://` or `unix://`). Opens no socket yet. Close it with `aclose()`.
 
-    `deadline_s` bounds the retries of one command (not a blocking read, which adds its own timeout).
+    `deadline_s` bounds one command with all its retries, give or take one attempt; a blocking read must ask for less than it, or than 5 s. A command
+    waits for a free connection where `max_connections` are busy.
     """
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise ConfigError(f"redis.url {url!r}: expected redis://host:port, rediss://host:port or unix:///path/to/socket")
-    base_s, cap_s = 0.05, 1.0
-    retries = 5 + max(0, int(deadline_s / cap_s))
-    return redis.Redis.from_url(
-        url,
-        protocol=2,
-        decode_responses=False,
-        socket_connect_timeout=5.0,
-        socket_timeout=max(5.0, deadline_s),
-        max_connections=max_connections,
-        retry=Retry(ExponentialWithJitterBackoff(base=base_s, cap=cap_s), retries, supported_errors=_CONNECTION_FAULTS),
-    )
+    try:
+        pool = redis.BlockingConnectionPool.from_url(
+            url,
+            protocol=2,
+            decode_responses=False,
+            socket_connect_timeout=min(_ATTEMPT_S, deadline_s),
+            socket_timeout=None,
+            max_connections=max_connections,
+            timeout=deadline_s,
+            retry=DeadlineRetry(deadline_s),
+        )
+    except ValueError as problem:
+        raise ConfigError(f"redis.url {url!r}: {problem}") from problem
+    return redis.Redis.from_pool(pool)
 
 
 async def check_server(client: Client, *, url: str) -> ServerFacts:
@@ -75,28 +133,30 @@ async def check_server(client: Client, *, url: str) -> ServerFacts:
     """
     try:
         info: dict[str, Any] = await client.info()
-        config: dict[str, str] = {}
+        config: dict[str | None, str | None] = {}
         for pattern in ("maxmemory-policy", "maxmemory", "appendonly", "appendfsync"):
             config |= await client.config_get(pattern)
     except _CONNECTION_FAULTS as problem:
+        if _refused(problem):
+            raise ConfigError(f"redis.url {url}: {problem}; correct the user and password in redis.url") from problem
         raise RedisUnavailable(f"redis.url {url}: no answer ({problem}); start Redis there (`rollstream redis`) or correct redis.url") from problem
     except RedisError as problem:
         raise UnsafeRedis(f"redis.url {url}: INFO or CONFIG GET was refused ({problem}); allow both for this user") from problem
     version = str(info["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_REDIS:
         raise UnsafeRedis(f"redis.url {url}: server {version} is older than {MIN_REDIS[0]}.{MIN_REDIS[1]}; upgrade it")
-    policy = config["maxmemory-policy"]
+    policy = config.get("maxmemory-policy")
     if policy != "noeviction":
         raise UnsafeRedis(
-            f"redis.url {url}: maxmemory-policy is {policy}, which deletes groups without a word; "
+            f"redis.url {url}: maxmemory-policy is {policy or 'not told'}, which may delete groups without a word; "
             "run `CONFIG SET maxmemory-policy noeviction` and write it into the server's configuration"
         )
     return ServerFacts(
         version=version,
         maxmemory_policy=policy,
-        maxmemory_bytes=int(config["maxmemory"]),
-        appendonly=config["appendonly"] == "yes",
-        appendfsync=config["appendfsync"],
+        maxmemory_bytes=int(config.get("maxmemory") or 0),
+        appendonly=config.get("appendonly") == "yes",
+        appendfsync=config.get("appendfsync") or "",
         cluster=bool(info.get("cluster_enabled", 0)),
     )
 
@@ -115,7 +175,6 @@ class Script:
         self._sha: str | None = None
 
     async def __call__(self, client: Client, *, keys: Sequence[str], args: Sequence[str | int | float | bytes] = ()) -> Any:
-
         if self._sha is None:
             self._sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
         try:
@@ -124,4 +183,6 @@ class Script:
             except NoScriptError:
                 return await client.eval(self.source, len(keys), *keys, *args)  # type: ignore[no-untyped-call, unused-ignore]
         except _CONNECTION_FAULTS as problem:
+            if _refused(problem):
+                raise ConfigError(f"{self.name}: {problem}; correct the user and password in redis.url") from problem
             raise RedisUnavailable(f"{self.name}: Redis did not answer in time ({problem})") from problem

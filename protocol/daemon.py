@@ -1,8 +1,10 @@
 """What every daemon does the same way: arguments, logging, one event loop, signals, exit codes.
 
-def main() -> int:
-options = arguments("rl-producer", "Generates rollout groups.").parse_args()
-return run_daemon("rl-producer", lambda stop: produce(options, stop))
+::
+
+    def main() -> int:
+        options = arguments("rl-producer", "Generates rollout groups.").parse_args()
+        return run_daemon("rl-producer", lambda stop: produce(options, stop))
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from protocol.errors import EXIT_DRAINED, EXIT_FAULT, EXIT_TRY_AGAIN, RollstreamError
+from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_TRY_AGAIN, ConfigError, RollstreamError
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,22 +37,19 @@ def run_daemon(role: str, body: Callable[[asyncio.Event], Awaitable[None]]) -> i
 
     SIGTERM and SIGINT set `stop`; the body then drains to its own deadline and returns. A second signal ends the process at once, with exit code 1.
     """
-    logging.basicConfig(
-        level=os.environ.get("ROLLSTREAM_LOG", "INFO").upper(),
-        format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    level = os.environ.get("ROLLSTREAM_LOG", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        return _report(role, ConfigError(f"ROLLSTREAM_LOG={level}: expected one of {', '.join(logging.getLevelNamesMapping())}"))
+    logging.basicConfig(level=level, format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         uvloop.run(_with_signals(body))
-    except RollstreamError as problem:
-        return _report(role, problem)
-    except BaseExceptionGroup as group:
-        ours = _ours(group)
-        if ours is None:
-            _LOG.exception("ended by a fault")
-            return EXIT_FAULT
-        return _report(role, ours)
     except (KeyboardInterrupt, asyncio.CancelledError):
+        return EXIT_FAULT
+    except (Exception, BaseExceptionGroup) as problem:  # noqa: BLE001 - the end of the process: reported, and made its exit code
+        ours = _ours(problem)
+        if ours is not None:
+            return _report(role, ours)
+        _LOG.exception("ended by a fault")
         return EXIT_FAULT
     return EXIT_DRAINED
 
@@ -71,22 +70,24 @@ async def _with_signals(body: Callable[[asyncio.Event], Awaitable[None]]) -> Non
 
 def _report(role: str, problem: RollstreamError) -> int:
     sys.stderr.write(f"{role}: {problem}\n")
-    if problem.exit_code not in (EXIT_TRY_AGAIN,):
-        _LOG.debug("traceback", exc_info=problem)
+    _LOG.debug("traceback", exc_info=problem)
     return problem.exit_code
 
 
-def _ours(group: BaseExceptionGroup[BaseException]) -> RollstreamError | None:
-    """The one error of ours in a group that holds nothing else but cancellations; None if there is a foreign fault."""
-    found: list[RollstreamError] = []
-    for problem in group.exceptions:
-        if isinstance(problem, BaseExceptionGroup):
-            inner = _ours(problem)
-            if inner is None:
-                return None
-            found.append(inner)
-        elif isinstance(problem, RollstreamError):
-            found.append(problem)
-        elif not isinstance(problem, asyncio.CancelledError):
-            return None
-    return max(found, key=lambda problem: problem.exit_code, default=None)
+def _ours(problem: BaseException) -> RollstreamError | None:
+    """The error of ours that decides the exit code; None if there is a foreign fault, or none of ours at all.
+
+    Of several it is the one a person must mend, then a fault, then one that waiting may cure; cancellations beside it count for nothing.
+    """
+    leaves = _leaves(problem)
+    ours = [leaf for leaf in leaves if isinstance(leaf, RollstreamError)]
+    if any(not isinstance(leaf, RollstreamError | asyncio.CancelledError) for leaf in leaves):
+        return None
+    order = (EXIT_CONFIG, EXIT_FAULT, EXIT_TRY_AGAIN)
+    return min(ours, key=lambda leaf: order.index(leaf.exit_code), default=None)
+
+
+def _leaves(problem: BaseException) -> list[BaseException]:
+    if isinstance(problem, BaseExceptionGroup):
+        return [leaf for part in problem.exceptions for leaf in _leaves(part)]
+    return [problem]

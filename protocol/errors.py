@@ -16,14 +16,16 @@
     ├── LedgerError
     │   ├── SlotLost                             the slot expired or was given away; drop the group
     │   ├── Fenced                               a newer trainer is attached; stop
-    │   ├── RunEnded                             the run drains; give slots back and exit 0
+    │   ├── RunEnded                             the run drains; give slots back and end in good order
     │   ├── PayloadTooLarge                      over the bytes charged at reserve; a failed attempt
     │   ├── PayloadLost                          a leased payload is gone or damaged
     │   └── StepOrder                            a step or chunk out of order: a bug in the caller
     ├── SampleFailed                             one generation failed; retry that sample on another engine
     └── WeightError
         ├── ManifestError                        a manifest or weight file that must not be loaded; names the tensor
-        └── ApplyFailed                          an engine did not take a version; it is unfit until it does
+        │   └── VersionGone                          its files were collected: look for a newer version
+        ├── ApplyFailed                          an engine did not take a version; it is unfit until it does
+        └── Superseded                           a newer process registered this engine id; stop
 
 Failure of one rollout is a value (`Reason`), not an exception through the producer.
 """
@@ -143,5 +145,13 @@ class ManifestError(WeightError):
     """A manifest or a file it names must not be loaded; the message names the tensor."""
 
 
+class VersionGone(ManifestError):
+    """The files of a version are no longer there. Look for the newest version and prepare that."""
+
+
 class ApplyFailed(WeightError):
     """An engine did not take a version. It stays unfit and unroutable until it does."""
+
+
+class Superseded(WeightError):
+    """A newer process registered this engine id, or holds its reconciler lock. This one must stop and change nothing."""

@@ -11,6 +11,7 @@ from protocol.codec import SCHEMA
 from protocol.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
 from protocol.errors import ConfigError, IdentityMismatch
 
+_PIECE_BYTES = 1 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -66,6 +67,18 @@ def identify(run: RunConfig, model: ModelConfig, data: DataConfig, rollout: Roll
         schema_major=SCHEMA[0],
         seed=run.seed,
         group_size=rollout.group_size,
-        dataset=xxhash.xxh3_128_hexdigest(source.read_bytes()) + bracket + cut,
+        dataset=_file_digest(source) + bracket + cut,
         tokenizer=tokenizer.hexdigest(),
     )
+
+
+def _file_digest(path: Path) -> str:
+    """In pieces: a data set may be larger than memory."""
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                digest.update(piece)
+    except OSError as problem:
+        raise ConfigError(f"data.path {path}: cannot be read ({problem.strerror})") from problem
+    return digest.hexdigest()

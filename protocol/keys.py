@@ -62,6 +62,26 @@ class Keys:
         """Hash: the weight pointer and manifests."""
         return self.key("weights")
 
+    @property
+    def engine_facts(self) -> str:
+        """Hash: engine id → JSON of what the registry itself knows: boot, state, version, target, reason, expiry."""
+        return self.key("engines:facts")
+
+    @property
+    def weight_pins(self) -> str:
+        """Hash: holder → "incarnation:n:expires_ms"; what garbage collection must leave alone."""
+        return self.key("weights:pins")
+
+    @property
+    def reconcilers(self) -> str:
+        """Hash: engine id → "boot|owner|expires_ms", the lock of the one reconciler of an engine."""
+        return self.key("weights:reconcilers")
+
+    @property
+    def pauses(self) -> str:
+        """Hash: which engines may be paused now, who waits for it, and the fencing counter."""
+        return self.key("weights:pauses")
+
     # presence of producers and trainers
     def presence(self, role: str) -> str:
         """Hash: member id → encoded status; its expiry lies in `presence_deadline`."""

@@ -23,7 +23,7 @@ Attempt = NewType("Attempt", int)
 SlotToken = NewType("SlotToken", str)
 """Random, made by the ledger for each slot; owning it is owning the slot."""
 EngineId = NewType("EngineId", str)
-JsonValue: TypeAlias = "None | bool | int | float | str | list[JsonValue] | dict[str, JsonValue]"
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 
 class GroupState(StrEnum):

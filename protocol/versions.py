@@ -15,11 +15,16 @@ A token written by 1:9 and used in step 11 of incarnation 2 shares history up to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from protocol.errors import DecodeError
+
+MAX_NUMBER = 2**31 - 1
+"""Incarnations and steps are int32 on the wire."""
+_VERSION = re.compile(r"(0|[1-9][0-9]{0,9}):(0|[1-9][0-9]{0,9})")
 
 
 class Version(NamedTuple):
@@ -34,10 +39,11 @@ class Version(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Version:
         """Read `"2:7"`. Raises `DecodeError` on anything else, such as an engine's own `"default"` or `"boot:…"`."""
-        left, colon, right = text.partition(":")
-        if not (colon and left.isascii() and left.isdigit() and right.isascii() and right.isdigit()):
-            raise DecodeError("version", f'got {text!r}, expected "incarnation:n" such as "2:7"')
-        return cls(int(left), int(right))
+        match = _VERSION.fullmatch(text)
+        version = cls(int(match[1]), int(match[2])) if match else None
+        if version is None or max(version) > MAX_NUMBER:
+            raise DecodeError("version", f'got {text[:40]!r}, expected "incarnation:n" such as "2:7"')
+        return version
 
 
 class Fork(NamedTuple):
@@ -55,29 +61,44 @@ class Lineage:
     head: int
 
     def limits(self) -> dict[int, int | None]:
-        """For each incarnation on the head's line, the newest n that the head shares; None for the head itself."""
+        """For each incarnation on the head's line, the newest n that the head shares; None for the head itself. Empty before the first attach.
+
+        Raises: `DecodeError` for a fork table that is no tree.
+        """
+        if not self.head:
+            return {}
         limits: dict[int, int | None] = {self.head: None}
-        at = self.head
-        while (fork := self.forks[at]).parent:
-            limit = limits[at]
-            limits[fork.parent] = fork.step if limit is None else min(fork.step, limit)
-            at = fork.parent
+        at, limit = self.head, None
+        while (fork := self._fork(at)).parent:
+            at, limit = fork.parent, fork.step if limit is None else min(fork.step, limit)
+            limits[at] = limit
         return limits
 
     def shared(self, version: Version) -> int:
         """Newest n of the head's line that the writer of `version` shares.
 
-        Raises: `DecodeError` for an incarnation that is not in the fork table.
+        Raises: `DecodeError` for an incarnation that is not in the fork table, or shares nothing with the head.
         """
         limits = self.limits()
         incarnation, n = version
         while incarnation not in limits:
-            if incarnation not in self.forks:
-                raise DecodeError("version", f"{version} names incarnation {incarnation}, which this run does not have")
-            fork = self.forks[incarnation]
+            fork = self._fork(incarnation)
+            if not fork.parent:
+                raise DecodeError("version", f"{version} shares no version with incarnation {self.head}")
             incarnation, n = fork.parent, min(n, fork.step)
         limit = limits[incarnation]
         return n if limit is None else min(n, limit)
+
+    def _fork(self, incarnation: int) -> Fork:
+        """An entry of the table; a parent is always older than its child, so every walk to the root ends."""
+        fork = self.forks.get(incarnation)
+        if fork is None:
+            raise DecodeError("version", f"incarnation {incarnation} is not one of this run's")
+        if not 0 <= fork.parent < incarnation or fork.step < 0:
+            raise DecodeError(
+                "forks", f"incarnation {incarnation} forks from {fork.parent} after step {fork.step}, expected an older parent and a step of 0 or more"
+            )
+        return fork
 
     def contains(self, version: Version) -> bool:
         """Whether `version` lies on the head's own line, that is, whether an engine serving it may be used now."""

@@ -1,0 +1,195 @@
+"""The two ends of the buffer: they wait by wake-ups where the ledger says `Blocked`, and keep track of what their process owns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+
+from buffer.contract import Blocked, ChunkRecord, Ledger, PutResult, Slot
+from protocol.codec import decode_group
+from protocol.errors import DecodeError, PayloadLost, SlotLost
+from protocol.messages import Edge, GroupHeader, Reason, RolloutGroup, Seq, SlotToken
+from protocol.wakeups import Topic, Wakeups
+
+FETCH_BYTES = 2 << 20
+"""Payloads are read in batches of about so many bytes: a pipeline of many large payloads is slow."""
+_FETCHES_AT_ONCE = 2
+
+
+class ProducerBuffer:
+    """A producer's end. `owner` names this process instance, not its host or role: a restarted producer is another owner (rule S1).
+
+    Invariant: `held` is every slot this process may still put; what it does not name is not renewed (rule S2).
+    """
+
+    def __init__(self, ledger: Ledger, wakeups: Wakeups, owner: str) -> None:
+        self._ledger, self._wakeups, self._owner = ledger, wakeups, owner
+        self._held: dict[Seq, SlotToken] = {}
+        self._pending: str | None = None
+        self._reserving = asyncio.Lock()
+
+    @property
+    def held(self) -> dict[Seq, SlotToken]:
+        """Slots reserved here and neither put, released nor lost."""
+        return dict(self._held)
+
+    async def reserve(self, n: int, max_bytes: int, on_blocked: Callable[[Edge], None] | None = None) -> tuple[Slot, ...]:
+        """At least 1 and at most `n` slots, as soon as the ledger grants them. `on_blocked` hears every edge it waits on.
+
+        Raises: `RunEnded`. After any other error, or a cancellation, the next call asks again under the same request id, so that a grant whose reply was
+        lost is not lost.
+        """
+        async with self._reserving:
+            if self._pending is None:
+                self._pending = uuid.uuid4().hex
+            while True:
+                mark = self._wakeups.mark(Topic.SLOT, Topic.RUN)
+                answer = await self._ledger.reserve(self._owner, self._pending, n, max_bytes=max_bytes)
+                if not isinstance(answer, Blocked):
+                    self._pending = None
+                    self._held.update({slot.seq: slot.token for slot in answer.slots})
+                    return answer.slots
+                if on_blocked is not None:
+                    on_blocked(answer.edge)
+                await self._wakeups.wait(Topic.SLOT, Topic.RUN, since=mark)
+
+    async def bind(self, slot: Slot, prompt_id: str) -> str:
+        """The prompt this `seq` has: `prompt_id`, unless an earlier attempt bound another (rule S5)."""
+        with self._forget_if_lost(slot.seq):
+            return await self._ledger.bind(slot.seq, slot.token, prompt_id)
+
+    async def put(self, header: GroupHeader, payload: bytes) -> PutResult:
+        """Raises: `SlotLost` (drop the group), `PayloadTooLarge` (the slot is kept: release it as failed)."""
+        with self._forget_if_lost(header.seq):
+            result = await self._ledger.put(header, payload)
+        self._forget(header.seq, header.token)
+        return result
+
+    async def release(self, slot: Slot, reason: Reason) -> None:
+        """Give a slot up. One that is lost already is no error: somebody else has it."""
+        with contextlib.suppress(SlotLost):
+            await self._ledger.release(slot.seq, slot.token, reason)
+        self._forget(slot.seq, slot.token)
+
+    async def give_back(self) -> None:
+        """Return everything still held, for a stop in good order."""
+        for seq, token in list(self._held.items()):
+            with contextlib.suppress(SlotLost):
+                await self._ledger.release(seq, token, Reason.GIVEN_BACK)
+            self._forget(seq, token)
+
+    async def keep_alive(self, slot_seconds: float, on_lost: Callable[[Seq], None] | None = None) -> None:
+        """Renew what is held, four times in the life of a slot. For ever.
+
+        Consumes: `held`. Produces: renewed deadlines, and `on_lost` for each slot that was given to somebody else: cancel its work.
+        Waits for: a quarter of `slot_seconds`. Unblocked by: cancellation.
+        """
+        while True:
+            await asyncio.sleep(slot_seconds / 4)
+            await self.renew(on_lost)
+
+    async def renew(self, on_lost: Callable[[Seq], None] | None = None) -> None:
+        """One heartbeat of all that is held."""
+        named = list(self._held.items())
+        if not named:
+            return
+        tokens = dict(named)
+        for seq in await self._ledger.renew(self._owner, named):
+            if self._forget(seq, tokens[seq]) and on_lost is not None:
+                on_lost(seq)
+
+    def _forget(self, seq: Seq, token: SlotToken) -> bool:
+        if self._held.get(seq) != token:
+            return False
+        del self._held[seq]
+        return True
+
+    @contextlib.contextmanager
+    def _forget_if_lost(self, seq: Seq) -> Iterator[None]:
+        token = self._held.get(seq)
+        try:
+            yield
+        except SlotLost:
+            if token is not None:
+                self._forget(seq, token)
+            raise
+
+
+class TrainerBuffer:
+    """A trainer's end, under one attachment.
+
+    Example: the chunks of a step, and of the next while this one trains:
+
+        chunk = await buffer.lease(step, 0)
+        groups = await buffer.fetch(chunk)
+    """
+
+    def __init__(self, ledger: Ledger, wakeups: Wakeups, incarnation: int) -> None:
+        self._ledger, self._wakeups, self._incarnation = ledger, wakeups, incarnation
+
+    async def lease(self, step: int, chunk: int, on_blocked: Callable[[Edge], None] | None = None) -> ChunkRecord:
+        """The chunk, as soon as enough groups are READY. Raises: `Fenced`, `StepOrder`, `RunEnded`."""
+        while True:
+            mark = self._wakeups.mark(Topic.READY, Topic.RUN)
+            answer = await self._ledger.lease(self._incarnation, step, chunk)
+            if not isinstance(answer, Blocked):
+                return answer
+            if on_blocked is not None:
+                on_blocked(answer.edge)
+            await self._wakeups.wait(Topic.READY, Topic.RUN, since=mark)
+
+    async def fetch(self, chunk: ChunkRecord, on_blocked: Callable[[Edge], None] | None = None) -> list[tuple[GroupHeader, RolloutGroup]]:
+        """The chunk's groups in its order, verified and decoded.
+
+        A payload that is gone or damaged is reported; the chunk then comes back with another group in its place, or with a hole in a step that is
+        replayed, so the headers in the answer, not those of `chunk`, are what is trained.
+        """
+        have: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
+        while True:
+            missing = [header for header in chunk.headers if (header.seq, header.token) not in have]
+            lost: list[Seq] = []
+            for wave in _waves(missing):
+                for found, gone in await asyncio.gather(*(self._read(batch) for batch in wave)):
+                    have.update(found)
+                    lost += gone
+            if not lost:
+                return [(header, have[header.seq, header.token]) for header in chunk.headers]
+            for seq in lost:
+                answer = await self._ledger.payload_lost(self._incarnation, chunk.step, chunk.chunk, seq)
+            chunk = answer if not isinstance(answer, Blocked) else await self.lease(chunk.step, chunk.chunk, on_blocked)
+
+    async def _read(self, batch: list[GroupHeader]) -> tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]:
+        found: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
+        lost: list[Seq] = []
+        try:
+            payloads = await self._ledger.payloads(batch)
+        except PayloadLost as problem:
+            if len(batch) == 1:
+                return found, [Seq(problem.seq)]
+            for header in batch:
+                one, gone = await self._read([header])
+                found |= one
+                lost += gone
+            return found, lost
+        for header, payload in zip(batch, payloads, strict=True):
+            try:
+                found[header.seq, header.token] = decode_group(payload)
+            except DecodeError:  # its digest is right, so it was written so: no reader will ever understand it
+                lost.append(header.seq)
+        return found, lost
+
+
+def _waves(headers: list[GroupHeader]) -> Iterable[list[list[GroupHeader]]]:
+    """Batches of about `FETCH_BYTES`, a few at a time."""
+    batches: list[list[GroupHeader]] = []
+    size = FETCH_BYTES
+    for header in headers:
+        if size >= FETCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(header)
+        size += header.payload_bytes
+    for start in range(0, len(batches), _FETCHES_AT_ONCE):
+        yield batches[start : start + _FETCHES_AT_ONCE]

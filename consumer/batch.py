@@ -1,0 +1,279 @@
+"""From leased groups to what a backend trains on: the loss mask after the staleness guard, advantages, and micro-batches cut by tokens.
+
+A chunk becomes `Siblings` (a group each, ragged), which are laid out as `MicroBatch`es in one of two ways:
+
+    plain    one rollout a row                    shared   one group a row, its prompt once
+    P P P a a a .                                 P P P a a b b b c      each sibling sees the prompt and itself,
+    P P P b b b b                                                        at the positions it would have alone
+    P P P c c .
+
+Both give the same logits at the same tokens; shared costs a third of the arithmetic where prompts are as long as responses. Padding stands at the end of a
+row, so causal attention needs no mask for it. Nothing is trimmed: a rollout longer than the micro-batch gets one of its own.
+Invariant: everything here is a pure function of the journalled record and the payloads, so a replay computes the same numbers bit by bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from buffer.contract import StepRecord
+from buffer.staleness import token_mask
+from protocol.arrays import FloatArray, IntArray, MaskArray
+from protocol.errors import RollstreamError
+from protocol.messages import GroupHeader, RolloutGroup, Seq
+
+IndexArray = NDArray[np.int64]
+SHARED_ROW_LIMIT = 1024
+"""Tokens of a shared row. Its attention is quadratic in all siblings together, so past this one row a rollout is cheaper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Siblings:
+    """A group as the loss sees it, its rollouts end to end.
+
+    Shapes: S tokens of G rollouts together, N of them in the loss.
+    """
+
+    tokens: IntArray
+    """[S] int32"""
+    starts: IndexArray
+    """[G + 1] int64: rollout i is tokens [starts[i], starts[i + 1])."""
+    targets: IndexArray
+    """[N] int64: the tokens that enter the loss, ascending; never the first of a rollout."""
+    behaviour: FloatArray
+    """[N] float32, nats"""
+    advantage: FloatArray
+    """[N] float32, that of the token's rollout"""
+    prefix: int
+    """Leading tokens that all siblings share, before any trainable one; 0: not known to share any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkBatch:
+    """The groups of a chunk, ready for a backend, and what is to be told of them."""
+
+    groups: tuple[Siblings, ...]
+    seqs: tuple[Seq, ...]
+    rewards: tuple[float, ...]
+    """Of every rollout, in order."""
+    tokens: int
+    """Tokens that enter the loss."""
+    masked: int
+    """Trainable tokens that the guard took out."""
+    staleness: Mapping[int, int]
+    """Tokens that enter the loss, by staleness."""
+    group_staleness: Mapping[int, int]
+    """Groups, by the staleness of their oldest trainable token."""
+    response_tokens: int
+
+
+def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup]], advantages: Callable[[torch.Tensor], torch.Tensor]) -> ChunkBatch:
+    """The groups of a chunk; `record` is what the chunk was judged by when it was first journalled.
+
+    Raises: `RollstreamError` when a token older than the record's bound would enter a loss although the guard bounds it (never clipped, never skipped), or
+    when a group has a token that nothing can predict or other than G rollouts.
+    """
+    rewards = [[rollout.reward for rollout in group.rollouts] for _, group in groups]
+    if odd := [header.seq for (header, _), row in zip(groups, rewards, strict=True) if len(row) != len(rewards[0])]:
+        raise RollstreamError(f"group {odd[0]} has another number of rollouts than group {groups[0][0].seq}: rollout.group_size differs between producers")
+    values: NDArray[np.float32] = advantages(torch.tensor(rewards, dtype=torch.float64).reshape(len(rewards), -1)).numpy()
+    bound = record.step - 1 - record.cutoff if record.guard != "correct" else None
+    laid: list[Siblings] = []
+    ages_in_loss: list[NDArray[np.int32]] = []
+    for (header, group), advantage in zip(groups, values, strict=True):
+        siblings, ages = _lay(group, record, advantage)
+        _check(header.seq, siblings, ages, record.step, bound)
+        laid.append(siblings)
+        ages_in_loss.append(ages)
+    ages, counts = np.unique(np.concatenate(ages_in_loss) if laid else np.zeros(0, dtype=np.int32), return_counts=True)
+    tokens, trainable = int(counts.sum()), sum(sum(header.trainable.values()) for header, _ in groups)
+    return ChunkBatch(
+        groups=tuple(laid),
+        seqs=tuple(header.seq for header, _ in groups),
+        rewards=tuple(reward for row in rewards for reward in row),
+        tokens=tokens,
+        masked=trainable - tokens,
+        staleness=dict(zip(ages.tolist(), counts.tolist(), strict=True)),
+        group_staleness=dict(sorted(Counter(record.lineage.staleness(header.oldest, record.step) for header, _ in groups).items())),
+        response_tokens=trainable,
+    )
+
+
+def _lay(group: RolloutGroup, record: StepRecord, advantage: FloatArray) -> tuple[Siblings, NDArray[np.int32]]:
+    """The group end to end, and the staleness [N] of its tokens in the loss."""
+    lengths = [len(rollout.tokens) for rollout in group.rollouts]
+    masks, ages = zip(*token_mask(group, record), strict=True)
+    targets = np.flatnonzero(np.concatenate(masks))
+    starts = np.array([0, *itertools.accumulate(lengths)], dtype=np.int64)
+    siblings = Siblings(
+        tokens=np.concatenate([rollout.tokens for rollout in group.rollouts]),
+        starts=starts,
+        targets=targets,
+        behaviour=np.concatenate([rollout.logprobs for rollout in group.rollouts])[targets],
+        advantage=advantage[np.searchsorted(starts, targets, side="right") - 1],
+        prefix=_shared_prefix(group),
+    )
+    return siblings, np.concatenate(ages)[targets]
+
+
+def _check(seq: Seq, siblings: Siblings, ages: NDArray[np.int32], step: int, bound: int | None) -> None:
+    if bound is not None and len(ages) and (oldest := int(ages.max())) > bound:
+        raise RollstreamError(
+            f"group {seq}: a token of staleness {oldest} would enter the loss of step {step}, the bound is {bound}; "
+            "this is a fault of the staleness guard, nothing was trained"
+        )
+    if np.isin(siblings.starts[:-1], siblings.targets).any():
+        raise RollstreamError(f"group {seq}: the first token of a rollout is trainable, but nothing predicts it; a prompt has at least one token")
+
+
+def _shared_prefix(group: RolloutGroup) -> int:
+    """Leading tokens that are context in every sibling and the same in all."""
+    prefix = min(_leading_context(rollout.mask) for rollout in group.rollouts)
+    return prefix if len({rollout.tokens[:prefix].tobytes() for rollout in group.rollouts}) == 1 else 0
+
+
+def _leading_context(mask: MaskArray) -> int:
+    first = int(mask.argmax()) if len(mask) else 0
+    return first if len(mask) and mask[first] else len(mask)
+
+
+# -- micro-batches -------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One forward and backward.
+
+    Shapes: R rows of L tokens, padded at the end; N tokens that enter the loss, in no particular order.
+    """
+
+    input_ids: IndexArray
+    """[R, L]"""
+    position_ids: IndexArray | None
+    """[R, L]; None: 0 to L - 1"""
+    attention: NDArray[np.bool_] | None
+    """[R, 1, L, L], True where the row's query may see the key; None: causal."""
+    columns: tuple[int, int]
+    """[first, last) columns whose logits are needed."""
+    logit_index: IndexArray
+    """[N] into the needed logits, flattened over rows: the logit that predicts the token."""
+    targets: IndexArray
+    """[N] token ids"""
+    behaviour: FloatArray
+    """[N]"""
+    advantage: FloatArray
+    """[N]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Row:
+    """One row before padding. Its samples' targets are predicted at `predictors` [N]."""
+
+    tokens: IntArray
+    positions: IndexArray | None
+    owner: IntArray | None
+    """[L] 0: prompt, i: sibling i; padding gets -1."""
+    predictors: IndexArray
+    targets: IntArray
+    behaviour: FloatArray
+    advantage: FloatArray
+
+
+def micro_batches(batch: ChunkBatch, *, max_tokens: int, share_prompts: bool) -> Iterator[MicroBatch]:
+    """The chunk in rows of similar length, at most `max_tokens` with padding at a time (a single longer row goes alone)."""
+    groups = [group for group in batch.groups if len(group.targets)]
+    if share_prompts and all(group.prefix and _shared_length(group) <= SHARED_ROW_LIMIT for group in groups):
+        rows = [_shared_row(group) for group in groups]
+    else:
+        rows = [row for group in groups for row in _plain_rows(group)]
+    rows.sort(key=lambda row: len(row.tokens))
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end + 1 - start) * len(rows[end].tokens) > max_tokens:
+            yield _pad(rows[start:end])
+            start = end
+
+
+def _shared_length(group: Siblings) -> int:
+    return len(group.tokens) - (len(group.starts) - 2) * group.prefix - (len(group.starts) - 1)
+
+
+def _plain_rows(group: Siblings) -> Iterator[_Row]:
+    """A row for every rollout with a token in the loss. Its last token predicts nothing and stays out."""
+    cuts = np.searchsorted(group.targets, group.starts)
+    for (start, end), (low, high) in zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), strict=True):
+        if low < high:
+            chosen = slice(low, high)
+            yield _Row(
+                tokens=group.tokens[start : end - 1],
+                positions=None,
+                owner=None,
+                predictors=group.targets[chosen] - 1 - start,
+                targets=group.tokens[group.targets[chosen]],
+                behaviour=group.behaviour[chosen],
+                advantage=group.advantage[chosen],
+            )
+
+
+def _shared_row(group: Siblings) -> _Row:
+    """The prompt, then of each sibling what follows it without its last token: that many tokens, `kept`, stand at `placed` in the row."""
+    prefix, begins, ends = group.prefix, group.starts[:-1], group.starts[1:]
+    kept = ends - begins - prefix - 1
+    placed = prefix + np.cumsum(kept) - kept
+    sibling = np.repeat(np.arange(len(kept)), kept)
+    position = np.arange(int(kept.sum())) - (placed - prefix)[sibling] + prefix
+    of_target = np.searchsorted(group.starts, group.targets, side="right") - 1
+    at = group.targets - begins[of_target]
+    prompt = np.arange(prefix)
+    return _Row(
+        tokens=np.concatenate((group.tokens[:prefix], group.tokens[begins[sibling] + position])),
+        positions=np.concatenate((prompt, position)),
+        owner=np.concatenate((np.zeros(prefix, dtype=np.int32), sibling.astype(np.int32) + 1)),
+        predictors=np.where(at == prefix, prefix - 1, placed[of_target] + at - 1 - prefix),
+        targets=group.tokens[group.targets],
+        behaviour=group.behaviour,
+        advantage=group.advantage,
+    )
+
+
+def _pad(rows: Sequence[_Row]) -> MicroBatch:
+    length = max(len(row.tokens) for row in rows)
+    input_ids = np.zeros((len(rows), length), dtype=np.int64)
+    positions = np.zeros((len(rows), length), dtype=np.int64)
+    owner = np.full((len(rows), length), -1, dtype=np.int32)
+    first = min(int(row.predictors.min()) for row in rows)
+    last = max(int(row.predictors.max()) for row in rows) + 1
+    shared = False
+    for i, row in enumerate(rows):
+        size = len(row.tokens)
+        input_ids[i, :size] = row.tokens
+        if row.owner is not None and row.positions is not None:
+            shared = True
+            positions[i, :size] = row.positions
+            owner[i, :size] = row.owner
+    return MicroBatch(
+        input_ids=input_ids,
+        position_ids=positions if shared else None,
+        attention=_siblings_apart(owner) if shared else None,
+        columns=(first, last),
+        logit_index=np.concatenate([row.predictors - first + i * (last - first) for i, row in enumerate(rows)]),
+        targets=np.concatenate([row.targets for row in rows]).astype(np.int64),
+        behaviour=np.concatenate([row.behaviour for row in rows]),
+        advantage=np.concatenate([row.advantage for row in rows]),
+    )
+
+
+def _siblings_apart(owner: IntArray) -> NDArray[np.bool_]:
+    """[R, L] to [R, 1, L, L]: causal, and each sees the prompt and its own. Padding sees the prompt too, so that no softmax is over nothing."""
+    length = owner.shape[1]
+    causal = np.tri(length, dtype=np.bool_)
+    keys, queries = owner[:, None, :], owner[:, :, None]
+    seen: NDArray[np.bool_] = ((keys == 0) | (keys == queries)) & causal
+    return seen[:, None]

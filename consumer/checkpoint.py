@@ -1,0 +1,190 @@
+"""Checkpoints on disk: whole or not there, and no pickle.
+
+    <folder>/step-000123-2/          after step 123 of incarnation 2
+        model/                       a Hugging Face model folder: config, tokenizer, model.safetensors
+        optimizer.safetensors        exp_avg, exp_avg_sq and step by parameter name
+        state.json                   step, incarnation, digest, random state, learning-rate schedule, stop criteria's counters
+        journal.msgpack              the journal since the oldest kept checkpoint
+    <folder>/.tmp-step-…             being written, or left by a kill: never read, removed at the next start
+
+A folder gets its name by one rename, after its files and their directories are on disk; it is a checkpoint once the ledger has registered it (rule T5).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from buffer.contract import CheckpointRef
+from consumer.backend import TrainingState
+from protocol.errors import RollstreamError
+from weightsync.safetensors_file import open_tensors, write_tensors
+from weightsync.snapshot import TensorBytes, weights_digest
+
+SCHEMA = 1
+_NAME = re.compile(r"step-\d{6,}-\d+")
+_TEMPORARY = ".tmp-"
+_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the stop criteria and the schedule count, over resumes."""
+
+    step: int = 0
+    tokens: int = 0
+    """Entered the loss."""
+    elapsed_s: float = 0.0
+    rewards: tuple[float, ...] = ()
+    """Mean sampled reward of the last steps, oldest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """Everything that resuming needs."""
+
+    progress: Progress
+    incarnation: int
+    digest: str
+    """Of the weights."""
+    state: TrainingState
+    journal: bytes
+    schedule: Mapping[str, float]
+    """For people: learning rate and warm-up it ran with; the schedule itself is a function of the step."""
+
+
+class CheckpointDamaged(RollstreamError):
+    """A registered checkpoint cannot be read. Going back to an older one is a decision for a person."""
+
+
+def checkpoint_name(step: int, incarnation: int) -> str:
+    return f"step-{step:06d}-{incarnation}"
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path) -> Path:
+    """Write and return the final folder, durable. Blocks: call it in a thread. Written again, it replaces what an unregistered attempt left."""
+    name = checkpoint_name(checkpoint.progress.step, checkpoint.incarnation)
+    target, temporary = folder / name, folder / f"{_TEMPORARY}{name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    (temporary / "model").mkdir(parents=True)
+    try:
+        for source in sorted(model_path.iterdir()):
+            if source.is_file() and source.suffix not in _WEIGHT_SUFFIXES and not source.name.endswith(".index.json"):
+                _write(temporary / "model" / source.name, source.read_bytes())
+        write_tensors(temporary / "model" / "model.safetensors", checkpoint.state.weights, durable=True)
+        write_tensors(temporary / "optimizer.safetensors", checkpoint.state.optimizer, durable=True)
+        _write(temporary / "journal.msgpack", checkpoint.journal)
+        _write(temporary / "state.json", _dump_state(checkpoint))
+        _sync(temporary / "model")
+        _sync(temporary)
+        if target.is_dir():
+            shutil.rmtree(target)
+        temporary.rename(target)
+        _sync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
+
+
+def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
+    """The registered checkpoint, verified by the digest of its weights. A run folder may have moved since: `folder` is tried too.
+
+    Raises: `CheckpointDamaged` naming the file.
+    """
+    path = Path(reference.path)
+    if not path.is_dir():
+        path = folder / checkpoint_name(reference.step, reference.incarnation)
+    try:
+        state = orjson.loads((path / "state.json").read_bytes())
+        weights = _read_tensors(path / "model" / "model.safetensors")
+        optimizer = _read_tensors(path / "optimizer.safetensors")
+        journal = (path / "journal.msgpack").read_bytes()
+        rng = {name: base64.b64decode(text, validate=True) for name, text in state["rng"].items()}
+        progress = Progress(step=state["step"], tokens=state["tokens"], elapsed_s=state["elapsed_s"], rewards=tuple(state["rewards"]))
+        incarnation, schema, schedule = int(state["incarnation"]), int(state["schema"]), dict(state["schedule"])
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, binascii.Error, RollstreamError) as problem:
+        raise CheckpointDamaged(
+            f"checkpoint of step {reference.step} in {path} cannot be read ({type(problem).__name__}: {problem}); restore the folder, or start another run"
+        ) from problem
+    if schema > SCHEMA:
+        raise CheckpointDamaged(f"checkpoint {path} was written with schema {schema}, this process reads up to {SCHEMA}: upgrade rollstream here")
+    digest = weights_digest(weights)
+    if digest != reference.digest or progress.step != reference.step:
+        raise CheckpointDamaged(
+            f"checkpoint {path} holds weights {digest} after step {progress.step}, "
+            f"registered were {reference.digest} after step {reference.step}; restore the folder"
+        )
+    return Checkpoint(
+        progress=progress,
+        incarnation=incarnation,
+        digest=digest,
+        state=TrainingState(weights=weights, optimizer=optimizer, rng=rng),
+        journal=journal,
+        schedule=schedule,
+    )
+
+
+def sweep(folder: Path, kept: Collection[CheckpointRef], *, below: tuple[int, int] | None = None) -> list[str]:
+    """Delete half-written folders and checkpoints that the ledger does not keep; returns their names. Nothing else in `folder` is touched.
+
+    `below`: only checkpoints older than this (step, incarnation), so that a newer one that is just being registered stays.
+    """
+    names = {checkpoint_name(reference.step, reference.incarnation) for reference in kept} | {Path(reference.path).name for reference in kept}
+    removed: list[str] = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        half = path.name.startswith(f"{_TEMPORARY}step-") and below is None
+        stale = _NAME.fullmatch(path.name) is not None and path.name not in names and (below is None or _order(path.name) < below)
+        if path.is_dir() and (half or stale):
+            shutil.rmtree(path)
+            removed.append(path.name)
+    return removed
+
+
+def _order(name: str) -> tuple[int, int]:
+    _, step, incarnation = name.split("-")
+    return int(step), int(incarnation)
+
+
+def _dump_state(checkpoint: Checkpoint) -> bytes:
+    progress = checkpoint.progress
+    state = {
+        "schema": SCHEMA,
+        "step": progress.step,
+        "incarnation": checkpoint.incarnation,
+        "digest": checkpoint.digest,
+        "tokens": progress.tokens,
+        "elapsed_s": progress.elapsed_s,
+        "rewards": list(progress.rewards),
+        "schedule": dict(checkpoint.schedule),
+        "rng": {name: base64.b64encode(value).decode() for name, value in checkpoint.state.rng.items()},
+    }
+    return orjson.dumps(state, option=orjson.OPT_INDENT_2)
+
+
+def _read_tensors(path: Path) -> dict[str, TensorBytes]:
+    with open_tensors(path) as tensors:
+        return {name: TensorBytes(dtype=tensor.dtype, shape=tensor.shape, data=bytes(tensor.data)) for name, tensor in tensors.items()}
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,142 @@
+"""The [trainer], [checkpoint] and [stop] sections, and the tree that `rl-trainer` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from buffer.config import BufferConfig
+from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
+from protocol.errors import ConfigError
+from weightsync.config import WeightsConfig
+
+TOKEN_BYTES = 9
+"""Of one token in a payload: id 4, behaviour logprob 4, mask 1."""
+ROLLOUT_BYTES = 512
+"""Of one rollout in a payload beside its tokens: spans, reward, finish reason, engine."""
+
+
+class TrainerConfig(Section):
+    backend: Literal["torch", "megatron"] = Field("torch", description="torch: transformers models in this process.")
+    loss: Literal["ppo_clip", "trust_region"] = Field("ppo_clip", description="ppo_clip, or trust_region: its equal alternative, a mask by moved probability.")
+    clip_low: float = Field(0.2, ge=0, lt=1, description="ppo_clip: the ratio to the behaviour policy is clipped below 1 - clip_low.")
+    clip_high: float = Field(0.28, ge=0, description="ppo_clip: and above 1 + clip_high.")
+    tv_threshold: float = Field(
+        0.2, gt=0, le=1, description="trust_region: a token whose probability moved further than this the way it should leaves the loss."
+    )
+    ratio_cap: float = Field(5.0, ge=0, description="trust_region: upper bound of the importance weight; 0: none.")
+    trust_pull: float = Field(1e-3, ge=0, description="trust_region: weight of the squared log-ratio, which pulls towards the behaviour policy.")
+    advantage: Literal["group_std", "group_mean"] = Field("group_std", description="Rewards minus the group's mean; group_std also divides by the deviation.")
+    lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up. Lower ends better, higher learns faster and forgets more under staleness.")
+    warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises linearly to lr.")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW: decay of the first and second moment.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW: decoupled weight decay.")
+    grad_clip: float = Field(1.0, gt=0, description="Upper bound of the gradient's norm.")
+    micro_batch_tokens: int = Field(8192, ge=1, description="Tokens, padding included, of one forward and backward. Lower it when memory runs out.")
+    torch_threads: int = Field(1, ge=1, description="Threads of one CPU operation. Replays are bitwise equal only at the same number.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the arithmetic; weights and optimizer stay float32.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")
+
+    @model_validator(mode="after")
+    def _backend_is_here(self) -> TrainerConfig:
+        if self.backend == "megatron":
+            raise ValueError("backend megatron comes in a later release: use torch")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)}: each must be at least 0 and below 1")
+        return self
+
+
+class CheckpointConfig(Section):
+    every_seconds: float = Field(600.0, ge=0, description="Seconds between two checkpoints; 0: not by time.")
+    every_steps: int = Field(0, ge=0, description="Steps between two checkpoints; 0: not by steps.")
+    keep: int = Field(2, ge=2, description="Newest checkpoints kept. Payloads stay until the oldest kept one covers them.")
+    dir: str = Field("", description="Folder of the checkpoints. Default: checkpoint in run.dir.")
+
+    def folder(self, run: RunConfig) -> Path:
+        return Path(self.dir).absolute() if self.dir else run.folder / "checkpoint"
+
+
+class StopConfig(Section):
+    """The run ends at the first of these; a value of 0 never ends it. Counted over resumes."""
+
+    steps: int = Field(0, ge=0, description="Optimizer steps.")
+    tokens: int = Field(0, ge=0, description="Tokens that entered the loss.")
+    reward: float = Field(0.0, description="Mean sampled reward of the last 20 steps; 0: not by reward.")
+    seconds: float = Field(0.0, ge=0, description="Seconds of training.")
+
+
+class TrainerDaemonConfig(Tree):
+    """What `rl-trainer` reads. `check()` before anything is opened."""
+
+    run: RunConfig
+    redis: RedisConfig = RedisConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    weights: WeightsConfig = WeightsConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
+
+    def check(self) -> None:
+        """What no section can see alone; touches no socket and writes nothing.
+
+        Raises: `ConfigError` naming the keys and what to do.
+        """
+        check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint)
+        check_model_folder(self.model_folder)
+
+    @property
+    def model_folder(self) -> Path:
+        return Path(self.model.path).absolute()
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.checkpoint.folder(self.run)
+
+
+def check_sections(*, buffer: BufferConfig, weights: WeightsConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig) -> None:
+    """Cross-field rules S3 (D = 0 needs every version) and P3 (the budget holds what must be kept). Raises: `ConfigError`."""
+    if buffer.pipeline_depth == 0 and weights.publish_every > 1:
+        raise ConfigError(
+            f"buffer.pipeline_depth 0 with weights.publish_every {weights.publish_every}: on-policy groups need the weights of every step; "
+            "set weights.publish_every = 1 or buffer.pipeline_depth above 0"
+        )
+    if rollout.temperature == 0:
+        raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
+    needed = byte_budget_needed(buffer=buffer, rollout=rollout, checkpoint=checkpoint)
+    if buffer.byte_budget < needed:
+        raise ConfigError(
+            f"buffer.byte_budget {buffer.byte_budget} is too small: (D + 1 + checkpoint.keep * interval) * B groups of up to "
+            f"{group_bytes(rollout)} bytes need {needed}; raise it, or lower checkpoint.every_steps, buffer.groups_per_step or the token limits of [rollout]"
+        )
+
+
+def group_bytes(rollout: RolloutConfig) -> int:
+    """Upper bound of a group's payload by the token limits."""
+    return rollout.group_size * ((rollout.max_prompt_tokens + rollout.max_new_tokens) * TOKEN_BYTES + ROLLOUT_BYTES)
+
+
+def byte_budget_needed(*, buffer: BufferConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig) -> int:
+    """Bytes that `(D + 1 + kept * interval) * B` groups may take (rule P3)."""
+    steps = buffer.pipeline_depth + 1 + checkpoint.keep * (checkpoint.every_steps or 1)
+    return math.ceil(steps * buffer.groups_per_step) * group_bytes(rollout)
+
+
+def check_model_folder(folder: Path) -> None:
+    """What can be told of a model without loading it. Raises: `ConfigError` naming model.path."""
+    if not folder.is_dir():
+        raise ConfigError(f"model.path {folder}: no such folder; give a folder with config.json, tokenizer.json and safetensors weights")
+    try:
+        described = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"model.path {folder}: config.json cannot be read ({problem}); give the folder of a Hugging Face causal LM") from problem
+    if not isinstance(described, dict) or "model_type" not in described:
+        raise ConfigError(f"model.path {folder}: config.json names no model_type; give the folder of a Hugging Face causal LM")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path {folder}: has no *.safetensors file; save the starting weights there with save_pretrained")

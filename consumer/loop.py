@@ -1,0 +1,235 @@
+"""The training loop of one attachment.
+
+    open_step(s) ─► lease, fetch chunk 0 ─► train it │ lease, fetch chunk 1 ─► train it │ … ─► optimizer step ─► snapshot ─► witness ─► trained(s) ─► publish
+                                            └────────┴─ meanwhile the next is fetched                                                       (background)
+
+The witness line is written before `trained(s)`. A kill between the two leaves a line for a step that the ledger never took: nothing of it survives, since what
+comes back resumes from a checkpoint before it and forks the line of history there, or, with nobody coming back, it is the one step after the newest trained.
+The other order would leave a trained step that no witness saw, which is exactly what losing the file's tail looks like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from buffer.client import TrainerBuffer
+from buffer.contract import Attachment, ChunkRecord, Ledger
+from buffer.witness import Witness, WitnessLine
+from consumer.advantages import ADVANTAGES
+from consumer.backend import Backend, StepReport
+from consumer.batch import ChunkBatch, collate
+from consumer.checkpoint import Progress
+from consumer.config import StopConfig, TrainerConfig
+from consumer.keeper import Keeper
+from consumer.stats import REWARD_WINDOW, MetricsFile, step_stats
+from consumer.stopping import stop_reason
+from consumer.worker import Worker
+from protocol.messages import Edge, GroupHeader, JsonValue, RolloutGroup, TrainerStatus
+from protocol.versions import Version
+from weightsync.publisher import Publisher
+from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop works with; each is open while it runs."""
+
+    ledger: Ledger
+    buffer: TrainerBuffer
+    backend: Backend
+    worker: Worker
+    publisher: Publisher
+    keeper: Keeper
+    witness: Witness
+    metrics: MetricsFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Taken:
+    """A chunk that was leased and fetched."""
+
+    chunk: ChunkRecord
+    groups: list[tuple[GroupHeader, RolloutGroup]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Stepped:
+    """The weights after an optimizer step."""
+
+    report: StepReport
+    tensors: Mapping[str, TensorBytes]
+    digest: str
+
+
+class TrainingLoop:
+    """Trains until a stop criterion, `stop`, or an error.
+
+    Consumes: READY groups. Produces: trained steps, versions, checkpoints, one witness line and one line of metrics.jsonl a step.
+    Waits for: groups (edge no group). Unblocked by: producers, `stop`.
+    """
+
+    def __init__(
+        self, attachment: Attachment, progress: Progress, *, trainer: TrainerConfig, publish_every: int, stop: StopConfig, parts: Parts, trainer_id: str
+    ) -> None:
+        self._attachment = attachment
+        self._incarnation = attachment.incarnation
+        self._fork = attachment.lineage.forks[attachment.incarnation]
+        self._trainer = trainer
+        self._publish_every = publish_every
+        self._stop = stop
+        self._parts = parts
+        self._started_s = time.monotonic()
+        self._elapsed_before_s = progress.elapsed_s
+        self._published = -1
+        self.progress = progress
+        self.status = TrainerStatus(
+            trainer_id=trainer_id, incarnation=self._incarnation, step=progress.step, trained=progress.step, host=socket.gethostname(), pid=os.getpid()
+        )
+
+    def live_status(self, *, busy_s: float) -> TrainerStatus:
+        """For a heartbeat."""
+        return dataclasses.replace(self.status, busy_s=busy_s, uptime_s=time.monotonic() - self._started_s)
+
+    async def publish_now(self, deadline_s: float) -> Version:
+        """Publish the weights as they are and return their version once engines can see it."""
+        version = Version(self._incarnation, self.progress.step)
+        if self._published != version.n:
+            self._submit(await self._parts.worker.call(self._snapshot))
+        await self._parts.publisher.drain(deadline_s)
+        return version
+
+    async def run(self, stop: asyncio.Event) -> str:
+        """Why training ended, at a step's edge: nothing of an unfinished step is in the weights, and no checkpoint is in flight.
+
+        Order of stopping: the fetch under way, the chunk that is being trained, then the checkpoint in flight.
+        """
+        stopped = asyncio.create_task(stop.wait(), name="trainer:stop")
+        try:
+            async with asyncio.TaskGroup() as background:
+                while True:
+                    if (reason := stop_reason(self.progress, self._stop)) is not None:
+                        break
+                    if not await self._step(background, self.progress.step + 1, stopped):
+                        reason = "signal"
+                        break
+                await self._parts.keeper.settle()
+        finally:
+            stopped.cancel()
+        return reason
+
+    async def checkpoint_now(self) -> None:
+        """A checkpoint of the step just trained, registered on return, unless it has one."""
+        if self._parts.keeper.step != self.progress.step:
+            async with asyncio.TaskGroup() as group:
+                await self._checkpoint(group)
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------------------------
+
+    async def _step(self, background: asyncio.TaskGroup, step: int, stopped: asyncio.Task[bool]) -> bool:
+        """Train one step; False if `stopped` came first, with the weights as before it."""
+        parts, started_s, busy_s, wait_s = self._parts, time.monotonic(), self._parts.worker.busy_s, 0.0
+        self._show(step=step)
+        await parts.ledger.open_step(self._incarnation, step)
+        chunks: list[ChunkRecord] = []
+        batches: list[ChunkBatch] = []
+        async with asyncio.TaskGroup() as fetching:
+            upcoming = fetching.create_task(self._take(step, 0), name="trainer:fetch")
+            for index in itertools.count(1):
+                waiting_s = time.monotonic()
+                await asyncio.wait((upcoming, stopped), return_when=asyncio.FIRST_COMPLETED)
+                wait_s += time.monotonic() - waiting_s
+                self._show(edge=None)
+                if stopped.done():
+                    upcoming.cancel()
+                    break
+                taken = await upcoming
+                if not taken.chunk.last:
+                    upcoming = fetching.create_task(self._take(step, index), name="trainer:fetch")
+                chunks.append(taken.chunk)
+                batches.append(await parts.worker.call(self._accumulate, taken))
+                if taken.chunk.last:
+                    break
+        if stopped.done():
+            await parts.worker.call(parts.backend.abandon_step)
+            return False
+        after = await parts.worker.call(self._finish, step, batches)
+        stats = step_stats(batches, after.report, seconds=time.monotonic() - started_s, wait_s=wait_s, train_s=parts.worker.busy_s - busy_s)
+        reply = await parts.ledger.trained(self._incarnation, step, after.digest, stats)
+        parts.keeper.journal.add(step, chunks)
+        await self._edge(background, step, after, stats, wanted=reply.checkpoint_wanted)
+        return True
+
+    async def _take(self, step: int, index: int) -> _Taken:
+        leased = await self._parts.buffer.lease(step, index, lambda edge: self._show(edge=edge))
+        groups = await self._parts.buffer.fetch(leased, lambda edge: self._show(edge=edge))
+        return _Taken(chunk=dataclasses.replace(leased, headers=tuple(header for header, _ in groups)), groups=groups)
+
+    async def _edge(self, background: asyncio.TaskGroup, step: int, after: _Stepped, stats: dict[str, JsonValue], *, wanted: bool) -> None:
+        """Between two steps: count, publish, checkpoint, tell."""
+        rewards = (*self.progress.rewards, cast("float", stats["reward"]))[-REWARD_WINDOW:]
+        elapsed_s = self._elapsed_before_s + time.monotonic() - self._started_s
+        tokens = self.progress.tokens + cast("int", stats["tokens"])
+        self.progress = Progress(step=step, tokens=tokens, elapsed_s=elapsed_s, rewards=rewards)
+        self._show(step=step + 1)
+        if step % self._publish_every == 0:
+            self._submit(after)
+        if self._parts.keeper.due(step, wanted=wanted):
+            await self._checkpoint(background)
+        version = Version(self._incarnation, step)
+        self._parts.metrics.append({"step": step, "version": str(version), "at": time.time(), "elapsed_s": elapsed_s, "tokens_total": tokens, **stats})
+
+    def _submit(self, after: _Stepped) -> None:
+        self._published = self.progress.step
+        self._parts.publisher.submit(
+            Snapshot(version=Version(self._incarnation, self.progress.step), tensors=after.tensors, digest=after.digest), self._incarnation
+        )
+
+    async def _checkpoint(self, group: asyncio.TaskGroup) -> None:
+        state = await self._parts.worker.call(self._parts.backend.capture)
+        self._parts.keeper.begin(group, self.progress, await asyncio.to_thread(weights_digest, state.weights), state)
+
+    def _show(self, *, step: int | None = None, edge: Edge | None = None) -> None:
+        """What the next heartbeat says: a step, or the edge waited on, since when it began to wait."""
+        if step is not None:
+            self.status = dataclasses.replace(self.status, step=step, trained=self.progress.step)
+        elif edge != self.status.waiting_for:
+            self.status = dataclasses.replace(self.status, waiting_for=edge, waiting_since=time.time() if edge is not None else 0.0)
+
+    # -- in the worker's thread ------------------------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, taken: _Taken) -> ChunkBatch:
+        batch = collate(taken.chunk.record, taken.groups, ADVANTAGES[self._trainer.advantage])
+        self._parts.backend.accumulate(batch)
+        return batch
+
+    def _finish(self, step: int, batches: list[ChunkBatch]) -> _Stepped:
+        tokens = sum(batch.tokens for batch in batches)
+        report = self._parts.backend.finish_step(step, tokens)
+        after = self._snapshot(report)
+        line = WitnessLine(
+            incarnation=self._incarnation,
+            parent=self._fork.parent,
+            fork_step=self._attachment.resume_step,
+            step=step,
+            seqs=tuple(seq for batch in batches for seq in batch.seqs),
+            tokens=tokens,
+            masked=sum(batch.masked for batch in batches),
+            max_staleness=max((age for batch in batches for age in batch.staleness), default=0),
+            digest=after.digest,
+            at=time.time(),
+        )
+        self._parts.witness.append(line)
+        return after
+
+    def _snapshot(self, report: StepReport | None = None) -> _Stepped:
+        tensors = self._parts.backend.snapshot()
+        nothing = StepReport(loss=0.0, grad_norm=0.0, lr=0.0, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
+        return _Stepped(report=report or nothing, tensors=tensors, digest=weights_digest(tensors))

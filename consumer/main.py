@@ -1,0 +1,87 @@
+"""The `rl-trainer` command: everything that can be refused is refused here, before torch is imported and before anything is written."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from buffer.config import BufferConfig
+from buffer.redis_ledger import RedisLedger
+from consumer.config import TrainerDaemonConfig
+from protocol.config import load
+from protocol.connection import check_server, connect
+from protocol.daemon import arguments, run_daemon
+from protocol.errors import ConfigError, IdentityMismatch, RunExists, RunMissing
+from protocol.identity import RunIdentity, identify
+from protocol.keys import Keys
+
+_LOG = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments("rl-trainer", "Trains on the groups of a run, publishes every version, writes checkpoints.")
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--new", action="store_true", help="make the run; refuses one that exists")
+    how.add_argument("--resume", action="store_true", help="go on from the newest registered checkpoint, or from the starting weights if there is none")
+    options = parser.parse_args(argv)
+    return run_daemon("rl-trainer", lambda stop: _start(options, stop))
+
+
+async def _start(options: argparse.Namespace, stop: asyncio.Event) -> None:
+    """Check, then hand over to `consumer.daemon`. Raises: `ConfigError`, `RedisUnavailable`."""
+    config = load(TrainerDaemonConfig, options.config, sets=options.set)
+    config.check()
+    if not config.redis.url:
+        raise ConfigError("redis.url is empty: give the URL of the run's Redis, such as unix:///run/redis.sock (`rollstream up` starts one of its own)")
+    keys = Keys(config.run.name)
+    identity = identify(config.run, config.model, config.data, config.rollout)
+    client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
+    try:
+        facts = await check_server(client, url=config.redis.url)
+        _LOG.info("Redis %s: %s", facts.version, facts.durability)
+        ledger = RedisLedger(client, keys)
+        if options.new:
+            await _refuse_existing(ledger, identity, config)
+        else:
+            _tell_settings(await ledger.join(identity), config.buffer)
+        await asyncio.to_thread(importlib.import_module, "consumer.daemon")  # torch: seconds, during which signals are still heard
+        from consumer.daemon import run_trainer
+
+        await run_trainer(config, ledger, client, keys, stop, new_as=identity if options.new else None)
+    finally:
+        await client.aclose()
+
+
+async def _refuse_existing(ledger: RedisLedger, identity: RunIdentity, config: TrainerDaemonConfig) -> None:
+    """Raises: `RunExists` for a run in Redis, or a folder that holds another run's record."""
+    try:
+        await ledger.join(identity)
+    except RunMissing:
+        pass
+    except IdentityMismatch as problem:
+        raise RunExists(f"run {config.run.name!r} exists already, with other settings; use another run.name") from problem
+    else:
+        raise RunExists(f"run {config.run.name!r} exists already: use --resume to go on with it, or another run.name")
+    if (left := await asyncio.to_thread(_earlier_record, config)) is not None:
+        raise RunExists(f"{left} is of an earlier run: use another run.dir, or move it away")
+
+
+def _earlier_record(config: TrainerDaemonConfig) -> Path | None:
+    """What an earlier run left in the folders that this one would write."""
+    records = [config.run.folder / name for name in ("witness.jsonl", "audit.jsonl")]
+    checkpoints = sorted(config.checkpoint_folder.glob("step-*")) if config.checkpoint_folder.is_dir() else []
+    return next((path for path in (*records, *checkpoints) if path.is_dir() or (path.is_file() and path.stat().st_size)), None)
+
+
+def _tell_settings(of_run: BufferConfig, here: BufferConfig) -> None:
+    differ = [name for name in BufferConfig.model_fields if getattr(of_run, name) != getattr(here, name)]
+    if differ:
+        _LOG.warning("[buffer] settings were fixed when the run was made; those of this file are not used: %s", ", ".join(differ))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""What a step is told as: the statistics in its audit event and its line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import orjson
+
+from consumer.backend import StepReport
+from consumer.batch import ChunkBatch
+from protocol.messages import JsonValue
+
+REWARD_WINDOW = 20
+"""Reward figures are means over so many steps."""
+
+
+def step_stats(batches: Sequence[ChunkBatch], report: StepReport, *, seconds: float, wait_s: float, train_s: float) -> dict[str, JsonValue]:
+    """One optimizer step. `seconds` from opening the step to its end, `wait_s` of them without work for the model, `train_s` of them in the model."""
+    rewards = [reward for batch in batches for reward in batch.rewards]
+    staleness: Counter[int] = Counter()
+    group_staleness: Counter[int] = Counter()
+    for batch in batches:
+        staleness.update(batch.staleness)
+        group_staleness.update(batch.group_staleness)
+    return {
+        "reward": statistics.fmean(rewards) if rewards else 0.0,
+        "reward_std": statistics.pstdev(rewards) if rewards else 0.0,
+        "groups": sum(len(batch.seqs) for batch in batches),
+        "rollouts": len(rewards),
+        "tokens": sum(batch.tokens for batch in batches),
+        "masked": sum(batch.masked for batch in batches),
+        "staleness": {str(age): count for age, count in sorted(staleness.items())},
+        "group_staleness": {str(age): count for age, count in sorted(group_staleness.items())},
+        "response_tokens_mean": sum(batch.response_tokens for batch in batches) / max(1, len(rewards)),
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
+        "entropy": report.entropy,
+        "clip_fraction": report.clip_fraction,
+        "ratio_dev": report.ratio_dev,
+        "seconds": seconds,
+        "wait_s": wait_s,
+        "train_s": train_s,
+    }
+
+
+class MetricsFile:
+    """metrics.jsonl: one line a step, appended. A resumed run repeats the steps after its checkpoint: the last line of a step stands."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+
+    def append(self, line: Mapping[str, JsonValue]) -> None:
+        self._file.write(orjson.dumps(dict(line), option=orjson.OPT_APPEND_NEWLINE))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

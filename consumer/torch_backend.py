@@ -1,0 +1,229 @@
+"""The torch backend: a transformers causal LM and AdamW in this process.
+
+The model runs without dropout: the ratio compares it with an engine that has none. Weights and optimizer are float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+from consumer.backend import StepReport, TrainingState
+from consumer.batch import SHARED_ROW_LIMIT, ChunkBatch, MicroBatch, Siblings, micro_batches
+from consumer.config import TrainerConfig
+from consumer.losses import TokenLoss, ppo_clip, trust_region
+from protocol.errors import ConfigError, RollstreamError
+from weightsync.safetensors_file import open_tensors
+from weightsync.snapshot import TensorBytes
+
+_LOG = logging.getLogger(__name__)
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
+_TORCH = {name: dtype for dtype, name in _DTYPES.items()}
+_PROBE_TOLERANCE = 1e-4
+
+
+class TorchBackend:
+    """See `consumer.backend.Backend`.
+
+    Raises: `ConfigError` when the folder holds no causal LM that transformers can load, or one whose parameters go by other names than its files.
+    """
+
+    def __init__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int) -> None:
+        torch.set_num_threads(config.torch_threads)
+        torch.set_flush_denormal(True)
+        torch.manual_seed(seed)
+        self._config = config
+        self._temperature = temperature
+        self._device = torch.device(config.device)
+        self._model = _load(model_path, self._device)
+        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._kept: dict[str, Tensor] = self._parameters | {name: b for name, b in self._model.named_buffers() if name in self._model.state_dict()}
+        _check_names(model_path, set(self._kept))
+        parts: list[dict[str, Any]] = [
+            {"params": [p for p in self._parameters.values() if p.ndim >= 2]},
+            {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},  # norms and biases do not decay
+        ]
+        self._optimizer = torch.optim.AdamW(
+            parts,
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._share_prompts = self._sharing_is_exact()
+
+    # -- training ----------------------------------------------------------------------------------------------------------------------------
+
+    def accumulate(self, batch: ChunkBatch) -> None:
+        for part in micro_batches(batch, max_tokens=self._config.micro_batch_tokens, share_prompts=self._share_prompts):
+            logprobs = self._logprobs(part)
+            target = logprobs.gather(1, self._tensor(part.targets)[:, None])[:, 0]
+            told = self._loss(target, self._tensor(part.behaviour), self._tensor(part.advantage))
+            total = told.loss.sum()
+            total.backward()  # type: ignore[no-untyped-call, unused-ignore]
+            with torch.no_grad():
+                entropy = -(logprobs.exp() * logprobs).nansum()
+                self._sums += torch.stack([total.detach(), told.clipped.sum(), (told.ratio - 1).abs().sum(), entropy]).to("cpu", torch.float64)
+
+    def finish_step(self, step: int, tokens: int) -> StepReport:
+        rate = self._config.lr * min(1.0, step / max(1, self._config.warmup_steps))
+        if not tokens:
+            self.abandon_step()
+            return StepReport(loss=0.0, grad_norm=0.0, lr=rate, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        torch._foreach_div_(gradients, float(tokens))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.grad_clip))
+        if not np.isfinite(norm):
+            raise RollstreamError(f"step {step}: the gradient's norm is {norm}; look at the rewards and logprobs of its groups, or lower trainer.lr")
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        loss, clipped, deviation, entropy = (self._sums / tokens).tolist()
+        self.abandon_step()
+        return StepReport(loss=loss, grad_norm=norm, lr=rate, entropy=entropy, clip_fraction=clipped, ratio_dev=deviation)
+
+    def abandon_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums.zero_()
+
+    def _logprobs(self, part: MicroBatch) -> Tensor:
+        """Log-probabilities [N, V] of the vocabulary where the tokens of the loss are predicted, after temperature: comparable with behaviour logprobs."""
+        first, last = part.columns
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
+            logits: Tensor = self._model(
+                input_ids=self._tensor(part.input_ids),
+                position_ids=None if part.position_ids is None else self._tensor(part.position_ids),
+                attention_mask=None if part.attention is None else self._tensor(part.attention),
+                logits_to_keep=torch.arange(first, last, device=self._device),
+                use_cache=False,
+            ).logits
+        needed = logits.reshape(-1, logits.shape[-1]).index_select(0, self._tensor(part.logit_index))
+        return torch.log_softmax(needed.float() / self._temperature, -1)
+
+    def _loss(self, target: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
+        config = self._config
+        if config.loss == "ppo_clip":
+            return ppo_clip(target, behaviour, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
+        return trust_region(target, behaviour, advantage, tv_threshold=config.tv_threshold, ratio_cap=config.ratio_cap, pull=config.trust_pull)
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    # -- state -------------------------------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Mapping[str, TensorBytes]:
+        return {name: _copy_out(tensor) for name, tensor in self._kept.items()}
+
+    def capture(self) -> TrainingState:
+        rng = {"torch": bytes(torch.get_rng_state().numpy())}
+        if self._device.type == "cuda":
+            rng["cuda"] = bytes(torch.cuda.get_rng_state(self._device).numpy())
+        moments = {
+            f"{moment}.{name}": _copy_out(self._optimizer.state[parameter][moment])
+            for name, parameter in self._parameters.items()
+            if parameter in self._optimizer.state
+            for moment in _MOMENTS
+        }
+        return TrainingState(weights=self.snapshot(), optimizer=moments, rng=rng)
+
+    @torch.no_grad()
+    def restore(self, state: TrainingState) -> None:
+        self.abandon_step()
+        if set(state.weights) != set(self._kept):
+            odd = sorted(set(state.weights) ^ set(self._kept))
+            raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")
+        for name, tensor in self._kept.items():
+            if tuple(tensor.shape) != state.weights[name].shape:
+                raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {state.weights[name].shape}, expected {tuple(tensor.shape)}")
+            tensor.copy_(_copy_in(state.weights[name]))
+        self._optimizer.state.clear()
+        for name, parameter in self._parameters.items():
+            if f"step.{name}" in state.optimizer:
+                moments = {moment: _copy_in(state.optimizer[f"{moment}.{name}"]).to(self._device) for moment in _MOMENTS}
+                self._optimizer.state[parameter] = moments
+        torch.set_rng_state(torch.frombuffer(bytearray(state.rng["torch"]), dtype=torch.uint8))
+        if self._device.type == "cuda" and "cuda" in state.rng:
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.rng["cuda"]), dtype=torch.uint8), self._device)
+
+    # -- prompt sharing ----------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _sharing_is_exact(self) -> bool:
+        """Whether this architecture gives the same logprobs for siblings in one row: tried on a small group, so that an unknown one is never trusted."""
+        settings = self._model.config.get_text_config()
+        window = getattr(settings, "sliding_window", None) if getattr(settings, "use_sliding_window", True) else None
+        if settings._attn_implementation != "sdpa" or (window is not None and window <= SHARED_ROW_LIMIT):  # noqa: SLF001 - transformers has no public name for it
+            return False
+        rng = np.random.default_rng(0)
+        prompt, *answers = (rng.integers(0, settings.vocab_size, n, dtype=np.int32) for n in (5, 4, 1, 6))
+        alone, together = (self._logprobs(next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))) for share in (False, True))
+        # Alone, rows are sorted by length; bring the shared one into that order: the sibling of 1 token, of 4, of 6.
+        together = torch.cat([together[4:5], together[:4], together[5:]])
+        exact = bool((alone - together).abs().max() < _PROBE_TOLERANCE)
+        if not exact:
+            _LOG.info("siblings do not share a row: this architecture attends in its own way")
+        return exact
+
+
+def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> ChunkBatch:
+    """One group of these answers, all of them in the loss."""
+    starts = np.array([0, *np.cumsum([len(prompt) + len(answer) for answer in answers])], dtype=np.int64)
+    targets = np.concatenate([np.arange(start + len(prompt), end) for start, end in itertools.pairwise(starts)])
+    nothing = np.zeros(len(targets), dtype=np.float32)
+    group = Siblings(
+        tokens=np.concatenate([np.concatenate([prompt, answer]) for answer in answers]),
+        starts=starts,
+        targets=targets,
+        behaviour=nothing,
+        advantage=nothing,
+        prefix=len(prompt),
+    )
+    count = len(targets)
+    return ChunkBatch(groups=(group,), seqs=(), rewards=(), tokens=count, masked=0, staleness={}, group_staleness={}, response_tokens=count)
+
+
+def _load(path: Path, device: torch.device) -> Any:
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    except Exception as problem:  # transformers raises whatever the model's code raises
+        raise ConfigError(f"model.path {path}: transformers cannot load it as a causal LM ({type(problem).__name__}: {str(problem)[:300]})") from problem
+    model.requires_grad_(True)
+    model.eval()
+    model.to(device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # memory of torch's own alignment: results must not depend on where a file was mapped
+    return model
+
+
+def _check_names(folder: Path, names: set[str]) -> None:
+    """Engines load what is published by the names of the model's files, so both must agree."""
+    found: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with open_tensors(file) as tensors:
+            found |= set(tensors)
+    if odd := sorted(names - found):
+        raise ConfigError(f"model.path {folder}: its files have no tensor {odd[0]}, which transformers trains; save the model with this transformers version")
+
+
+def _copy_out(tensor: Tensor) -> TensorBytes:
+    copied = tensor.detach().to("cpu", copy=True).contiguous()
+    data: NDArray[np.uint8] = copied.reshape(-1).view(torch.uint8).numpy()
+    return TensorBytes(dtype=_DTYPES[copied.dtype], shape=tuple(copied.shape), data=data.data)
+
+
+def _copy_in(tensor: TensorBytes) -> Tensor:
+    dtype = _TORCH[tensor.dtype]
+    if not tensor.nbytes:
+        return torch.empty(tensor.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)

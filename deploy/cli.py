@@ -1,0 +1,157 @@
+"""The `rollstream` command. Nothing heavy is imported before the subcommand that needs it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from protocol.errors import EXIT_FAULT, RollstreamError
+
+Handler = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code of the subcommand: 0 done or drained, 1 fault, 2 bad configuration or command line, 75 try again."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = _parser(demo_wanted="demo" in words[:1]).parse_args(words)
+    handler: Handler = options.handler
+    try:
+        return handler(options)
+    except RollstreamError as problem:
+        sys.stderr.write(f"rollstream: {problem}\n")
+        return problem.exit_code
+    except KeyboardInterrupt:
+        return EXIT_FAULT
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of a pipe left; nothing more can be said to it
+        return EXIT_FAULT
+
+
+def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rollstream", description="Fully asynchronous RL post-training.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    from deploy.up import arguments as up_arguments
+
+    up = _with_file(commands, "up", _up, "run everything of a run on this machine, to its end")
+    up_arguments.add_arguments(up)
+    engine = _with_file(commands, "engine", _engine, "one engine host: an engine with its reconciler")
+    engine.add_argument("--index", type=_index, default=0, metavar="I", help="which of the run's engines this is: 0, 1, …")
+    _with_file(commands, "serve", _serve, "the HTTP service")
+    redis = commands.add_parser("redis", help="an embedded Redis by hand; prints its URL", description="An embedded Redis server, until Ctrl-C.")
+    redis.add_argument("--dir", default="runs/redis", metavar="FOLDER", help="where its data lie (default: runs/redis)")
+    redis.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="everysec", help="fsync policy of its log")
+    redis.set_defaults(handler=_redis)
+    for name, text in (
+        ("status", "a run at a glance"),
+        ("groups", "groups by state"),
+        ("engines", "engines and their versions"),
+        ("weights", "the weight channel"),
+    ):
+        look = _with_file(commands, name, _look, text)
+        look.add_argument("--json", action="store_true", help="for programs")
+        look.set_defaults(what=name)
+    config = commands.add_parser("config", help="check or show a configuration", description="The configuration of a run.")
+    actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _with_file(actions, "check", _config_check, "validate every section and the files they name")
+    show = _with_file(actions, "show", _config_show, "print every key with its value")
+    show.add_argument("--json", action="store_true", help="for programs")
+    demo = commands.add_parser("demo", help="the main job end to end on embedded defaults", description="Trains a tiny model through every part of rollstream.")
+    if demo_wanted:
+        from deploy.demo.main import add_arguments as add_demo_arguments
+
+        add_demo_arguments(demo)
+    demo.set_defaults(handler=_demo)
+    return parser
+
+
+def _with_file(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.add_argument("-c", "--config", required=True, metavar="FILE", help="the run's TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated")
+    parser.set_defaults(handler=handler)
+    return parser
+
+
+def _index(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return value
+
+
+# handlers: imports inside, so that `--help` and a typing error cost nothing ---------------------------------------------------
+
+
+def _up(options: argparse.Namespace) -> int:
+    from deploy.up.main import run
+
+    return run(options)
+
+
+def _engine(options: argparse.Namespace) -> int:
+    from producer.engine.host import EngineHostConfig, run_host
+
+    from protocol.config import load
+    from protocol.daemon import run_daemon
+
+    config = load(EngineHostConfig, options.config, sets=options.set)
+    return run_daemon(f"engine-{options.index}", lambda stop: run_host(config, options.index, stop))
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from deploy.config import ReaderConfig
+    from deploy.http.app import serve
+    from protocol.config import load
+    from protocol.daemon import run_daemon
+
+    config = load(ReaderConfig, options.config, sets=options.set)
+    return run_daemon("rollstream serve", lambda stop: serve(config, stop))
+
+
+def _redis(options: argparse.Namespace) -> int:
+    from deploy.redis_server import run_server
+    from protocol.daemon import run_daemon
+
+    def announce(url: str) -> None:
+        sys.stdout.write(f'{url}\nuse it with: --set redis.url={url}\nor in the file: [redis] url = "{url}"\n')
+        sys.stdout.flush()
+
+    return run_daemon("rollstream redis", lambda stop: run_server(Path(options.dir), stop, announce, appendfsync=options.appendfsync))
+
+
+def _look(options: argparse.Namespace) -> int:
+    from deploy.look import look
+
+    return look(options.what, options.config, options.set, as_json=options.json)
+
+
+def _config_check(options: argparse.Namespace) -> int:
+    from deploy.checks import check_all
+    from deploy.config import UpConfig
+    from protocol.config import load
+
+    check_all(load(UpConfig, options.config, sets=options.set))
+    sys.stdout.write(f"{options.config}: good\n")
+    return 0
+
+
+def _config_show(options: argparse.Namespace) -> int:
+    from deploy.config import UpConfig
+    from deploy.look import show_config
+    from protocol.config import load
+
+    sys.stdout.write(show_config(load(UpConfig, options.config, sets=options.set), as_json=options.json))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from deploy.demo.main import run
+
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

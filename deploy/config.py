@@ -1,0 +1,89 @@
+"""The whole configuration of a run: what `rollstream up` and `rollstream config check` validate, and the [http] section."""
+
+from __future__ import annotations
+
+import socket
+
+import xxhash
+from pydantic import Field
+
+from buffer.config import BufferConfig
+from consumer.config import CheckpointConfig, StopConfig, TrainerConfig
+from deploy.redis_server import socket_path
+from producer.config import EvalConfig, ProducerConfig, RewardConfig
+from producer.engine.config import EngineConfig
+from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
+from protocol.errors import ConfigError
+from weightsync.config import WeightsConfig
+
+
+class HttpConfig(Section):
+    host: str = Field("127.0.0.1", description="Address the HTTP service listens on; 0.0.0.0: every interface.")
+    port: int = Field(8765, ge=0, le=65535, description="Port of the HTTP service. 0: no service inside `rollstream up`.")
+
+
+class ReaderConfig(Tree):
+    """What a process needs that only looks at a run."""
+
+    run: RunConfig
+    redis: RedisConfig = RedisConfig()
+    http: HttpConfig = HttpConfig()
+
+
+class UpConfig(Tree):
+    """Every section."""
+
+    run: RunConfig
+    redis: RedisConfig = RedisConfig()
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    eval: EvalConfig = EvalConfig()
+    buffer: BufferConfig = BufferConfig()
+    weights: WeightsConfig = WeightsConfig()
+    engine: EngineConfig = EngineConfig()
+    producer: ProducerConfig = ProducerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
+    http: HttpConfig = HttpConfig()
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal settings, wherever they came from."""
+        return xxhash.xxh3_128_hexdigest(self.model_dump_json().encode())
+
+
+def reader_url(run: RunConfig, redis: RedisConfig) -> str:
+    """Where a process that only looks finds the run: `redis.url`, or the server that `up` started in the run's folder.
+
+    Raises: `ConfigError` if there is neither.
+    """
+    if redis.url:
+        return redis.url
+    path = socket_path(run.folder / "redis")
+    if path.exists():
+        return f"unix://{path}"
+    raise ConfigError(f"redis.url is empty and no server of `rollstream up` runs for {run.folder}: start the run, or set redis.url")
+
+
+def bind(http: HttpConfig) -> socket.socket | None:
+    """The listening socket of the HTTP service, taken before anything else starts; None if there is to be none.
+
+    Raises: `ConfigError` if the port is taken or the address is not this machine's.
+    """
+    if not http.port:
+        return None
+    try:
+        return listen(http.host, http.port)
+    except OSError as problem:
+        raise ConfigError(
+            f"http.port {http.port}: cannot listen on {http.host}:{http.port} ({problem.strerror or problem}); "
+            "choose another http.port, 0 for no service, or stop what listens there"
+        ) from problem
+
+
+def listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=128)

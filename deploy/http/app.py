@@ -1,0 +1,128 @@
+"""The HTTP application: every answer is read from Redis when it is asked for, so it may run anywhere and there may be many.
+
+| path | answers |
+| --- | --- |
+| `/metrics` | Prometheus text |
+| `/v1/staleness` | staleness of trained tokens, of READY tokens, publish lag |
+| `/v1/buffer` | the ledger: groups by state, limits, bytes, checkpoints |
+| `/v1/engines`, `/v1/producers`, `/v1/trainers` | who is here, with what they report |
+| `/v1/weights` | the weight pointer and who serves what |
+| `/healthz` | this process runs |
+| `/readyz` | and Redis answers |
+
+Errors are JSON with `error` and `what_to_do`: 404 no such path or no such run, 405 wrong method, 503 Redis does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+
+from deploy.config import ReaderConfig, bind, reader_url
+from deploy.http import bodies, metrics
+from deploy.snapshot import Picture, PictureSource, picture_source
+from protocol.errors import ConfigError, RollstreamError
+
+_ANSWER_S = 10.0
+_V1: dict[str, Callable[[Picture], BaseModel]] = {
+    "/v1/staleness": bodies.staleness,
+    "/v1/buffer": bodies.buffer,
+    "/v1/engines": bodies.engines,
+    "/v1/producers": bodies.producers,
+    "/v1/trainers": bodies.trainers,
+    "/v1/weights": bodies.weights,
+}
+PATHS = (*_V1, "/metrics", "/healthz", "/readyz")
+
+
+def make_app(source: PictureSource) -> web.Application:
+    app = web.Application(middlewares=[_errors])
+
+    def answer(body_of: Callable[[Picture], BaseModel]) -> Handler:
+        async def handler(_: web.Request) -> web.Response:
+            picture = await source.picture()
+            if picture.ledger is None:
+                return _problem(404, f"run {picture.run!r} is not in this Redis", "start its trainer with --new, or correct run.name or redis.url")
+            return _json(200, body_of(picture))
+
+        return handler
+
+    for path, body_of in _V1.items():
+        app.router.add_get(path, answer(body_of))
+
+    async def prometheus(_: web.Request) -> web.Response:
+        picture: Picture | None = None
+        with contextlib.suppress(RollstreamError, RedisError, OSError):
+            picture = await source.picture()
+        return web.Response(body=metrics.exposition(picture, source.run), headers={"Content-Type": metrics.CONTENT_TYPE})
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def readyz(_: web.Request) -> web.Response:
+        await source.ping()
+        return web.json_response({"status": "ready"})
+
+    app.router.add_get("/metrics", prometheus)
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    return app
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            return await handler(request)
+    except web.HTTPNotFound:
+        return _problem(404, f"no such path: {request.path}", f"use one of {', '.join(PATHS)}")
+    except web.HTTPMethodNotAllowed:
+        return _problem(405, f"{request.method} is not allowed here", "use GET")
+    except (RollstreamError, RedisError, OSError, TimeoutError) as problem:
+        return _problem(503, f"Redis does not answer ({str(problem) or type(problem).__name__})", "look at the Redis server; asking again later is right")
+
+
+def _json(status: int, body: BaseModel) -> web.Response:
+    return web.Response(status=status, body=orjson.dumps(body.model_dump()), content_type="application/json")
+
+
+def _problem(status: int, error: str, what_to_do: str) -> web.Response:
+    return _json(status, bodies.Problem(error=error, what_to_do=what_to_do))
+
+
+@contextlib.asynccontextmanager
+async def running(source: PictureSource, listener: socket.socket) -> AsyncIterator[None]:
+    """The service answers on `listener` while the context is open. The listener stays the caller's to close."""
+    runner = web.AppRunner(make_app(source), access_log=None, handle_signals=False)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def serve_app(source: PictureSource, listener: socket.socket) -> None:
+    """Answer for ever; cancelled at the end."""
+    async with running(source, listener):
+        await asyncio.get_running_loop().create_future()
+
+
+async def serve(config: ReaderConfig, stop: asyncio.Event) -> None:
+    """`rollstream serve`: answer until `stop`. Raises: `ConfigError` when the port is taken."""
+    url = reader_url(config.run, config.redis)
+    if (listener := bind(config.http)) is None:
+        raise ConfigError("http.port 0: `rollstream serve` needs a port")
+    try:
+        async with picture_source(url, config.run.name, folder=config.run.folder) as source, running(source, listener):
+            await stop.wait()
+    finally:
+        listener.close()

@@ -1,0 +1,135 @@
+"""A picture of the run as Prometheus metrics. Names end in their unit; every metric has its run as a label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deploy.snapshot import Picture
+from deploy.tally import Distribution
+from protocol.messages import EngineState, EngineStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Upper bounds of the buckets of staleness and lag."""
+
+
+def exposition(picture: Picture | None, run: str) -> bytes:
+    """The text Prometheus reads; None: Redis does not answer, which is a metric too."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(picture, run))
+    return generate_latest(registry)
+
+
+class _Collector(Collector):
+    def __init__(self, picture: Picture | None, run: str) -> None:
+        self._picture = picture
+        self._run = run
+
+    def collect(self) -> Iterator[Metric]:
+        picture = self._picture
+        yield self._gauge("rollstream_redis_up", "1 if Redis answers.", float(picture is not None))
+        yield self._gauge("rollstream_run_present", "1 if the run is there.", float(picture is not None and picture.ledger is not None))
+        if picture is not None and picture.ledger is not None:
+            yield from self._ledger(picture)
+            yield from self._training(picture)
+            yield from self._engines(picture)
+            yield from self._members(picture)
+
+    def _ledger(self, picture: Picture) -> Iterator[Metric]:
+        ledger = picture.ledger
+        assert ledger is not None
+        groups = self._family("rollstream_buffer_groups", "Groups by state.", "state")
+        for state, count in (("generating", ledger.generating), ("ready", ledger.ready), ("leased", ledger.leased), ("released", ledger.released)):
+            groups.add_metric([self._run, state], count)
+        yield groups
+        yield self._gauge("rollstream_buffer_admission_limit_groups", "Groups that may be outstanding.", ledger.admission_limit)
+        yield self._gauge("rollstream_buffer_bytes", "Bytes of payloads charged.", ledger.bytes_used)
+        yield self._gauge("rollstream_buffer_budget_bytes", "Byte budget.", ledger.byte_budget)
+        yield self._gauge("rollstream_trained_step", "Newest trained step of the surviving line.", ledger.trained)
+        yield self._gauge("rollstream_incarnation", "Attachment of a trainer.", ledger.incarnation)
+        yield self._gauge("rollstream_draining", "1 once the run's end is decided.", float(ledger.state.value == "draining"))
+        yield self._reasons("rollstream_groups_released", "Groups released, by reason.", {str(reason): count for reason, count in ledger.releases.items()})
+        yield self._reasons("rollstream_groups_dead", "Groups set aside for good, by reason.", {str(reason): count for reason, count in ledger.dead.items()})
+
+    def _training(self, picture: Picture) -> Iterator[Metric]:
+        totals = picture.totals
+        if picture.reward is not None:
+            yield self._gauge("rollstream_reward_mean", "Mean sampled reward of the last 20 steps.", picture.reward)
+        yield self._histogram("rollstream_trained_staleness_steps", "Staleness of tokens that entered a loss.", picture.staleness)
+        yield self._histogram("rollstream_publish_lag_steps", "Publish lag of stored tokens.", picture.publish_lag)
+        yield self._histogram("rollstream_ready_staleness_steps", "Staleness that READY tokens would have in the next step.", picture.ready_age)
+        for name, text, value in (
+            ("rollstream_trained_tokens", "Tokens that entered a loss.", totals.tokens),
+            ("rollstream_masked_tokens", "Tokens over K, kept out of losses.", totals.masked),
+            ("rollstream_put_groups", "Groups stored.", totals.put),
+            ("rollstream_put_bytes", "Bytes of payloads stored.", totals.put_bytes),
+            ("rollstream_put_tokens", "Trainable tokens stored.", totals.put_tokens),
+            ("rollstream_published_versions", "Versions published.", totals.published),
+            ("rollstream_published_bytes", "Bytes of weights published.", totals.published_bytes),
+            ("rollstream_applied_versions", "Updates that engines took.", totals.applied),
+            ("rollstream_engine_pause_seconds", "Seconds engines were paused for updates.", totals.pause_s),
+        ):
+            yield self._counter(name, text, value)
+
+    def _engines(self, picture: Picture) -> Iterator[Metric]:
+        yield self._gauge("rollstream_generated_tokens_per_second", "Over all engines, the last seconds.", picture.tokens_per_s)
+        figures: dict[str, tuple[str, Callable[[EngineStatus], float | None]]] = {
+            "rollstream_engine_routable": ("1 if it may be asked.", lambda status: float(status.state is EngineState.ROUTABLE)),
+            "rollstream_engine_version_step": ("n of the version it serves.", lambda status: None if status.version is None else status.version.n),
+            "rollstream_engine_lag_steps": ("Newest trained step minus its own.", lambda status: picture.lag(status.version)),
+            "rollstream_engine_running_requests": ("Requests being decoded.", lambda status: status.running),
+            "rollstream_engine_queued_requests": ("Requests that wait.", lambda status: status.queued),
+            "rollstream_engine_busy_seconds": ("Seconds spent computing since its boot.", lambda status: status.busy_s),
+            "rollstream_engine_paused_seconds": ("Seconds paused since its boot.", lambda status: status.paused_s),
+            "rollstream_engine_generated_tokens": ("Tokens since its boot.", lambda status: status.generated_tokens),
+        }
+        for name, (text, value_of) in figures.items():
+            family = self._family(name, text, "engine")
+            for status in picture.engines:
+                if (value := value_of(status)) is not None:
+                    family.add_metric([self._run, status.engine_id], value)
+            yield family
+
+    def _members(self, picture: Picture) -> Iterator[Metric]:
+        yield self._gauge("rollstream_producers", "Producers that are here.", len(picture.producers))
+        yield self._gauge("rollstream_trainers", "Trainers that are here.", len(picture.trainers))
+        waits = self._family("rollstream_waiting_seconds", "For how long a member has been waiting.", "member", "edge")
+        everyone = [(status.producer_id, status.waiting_for, status.waiting_since) for status in picture.producers]
+        everyone += [(status.trainer_id, status.waiting_for, status.waiting_since) for status in picture.trainers]
+        for member, edge, since in everyone:
+            if edge is not None:
+                waits.add_metric([self._run, member, edge.value], max(0.0, picture.at - since))
+        yield waits
+        lag = self._family("rollstream_producer_loop_lag_seconds", "Worst event-loop lag since the last heartbeat.", "producer")
+        for status in picture.producers:
+            lag.add_metric([self._run, status.producer_id], status.loop_lag_ms / 1000)
+        yield lag
+
+    def _family(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, text, labels=["run", *labels])
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = self._family(name, text)
+        family.add_metric([self._run], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["run"])
+        family.add_metric([self._run], value)
+        return family
+
+    def _reasons(self, name: str, text: str, counts: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["run", "reason"])
+        for reason, count in counts.items():
+            family.add_metric([self._run, reason], count)
+        return family
+
+    def _histogram(self, name: str, text: str, found: Distribution) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=["run"])
+        buckets = [(str(float(bound)), float(sum(count for value, count in found.histogram.items() if value <= bound))) for bound in _STEPS]
+        family.add_metric([self._run], [*buckets, ("+Inf", float(found.count))], found.mean * found.count)
+        return family

@@ -1,0 +1,249 @@
+"""The live view of a run: reward, staleness, buffer, versions, rates, who waits for whom.
+
+One look and one drawing a second; plain lines where there is no terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from redis.exceptions import RedisError
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from deploy.snapshot import Picture, PictureSource
+from deploy.tally import WINDOW_STEPS
+from deploy.up.supervisor import Child, Life, Phase
+from protocol.errors import RollstreamError
+from protocol.messages import EngineState, EngineStatus, Event
+
+_REFRESH_S = 1.0
+_PLAIN_S = 5.0
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40
+
+
+class Processes(Protocol):
+    """What the view shows of the launcher."""
+
+    @property
+    def lives(self) -> Mapping[Child, Life]: ...
+    @property
+    def notes(self) -> Sequence[tuple[float, str]]: ...
+
+
+async def show(source: PictureSource, processes: Processes, *, live: bool) -> None:
+    """Show the run for ever; cancelled at its end."""
+    if live and sys.stdout.isatty():
+        await _show_live(source, processes)
+    else:
+        await _show_lines(source)
+
+
+async def _show_live(source: PictureSource, processes: Processes) -> None:
+    picture: Picture | None = None
+    trouble = ""
+    with Live(Text("starting …"), console=Console(), auto_refresh=False, transient=False) as view:
+        while True:
+            try:
+                picture, trouble = await source.picture(), ""
+            except (RollstreamError, RedisError, OSError) as problem:
+                trouble = f"Redis does not answer: {problem}"
+            view.update(render(picture, processes.lives, list(processes.notes), trouble), refresh=True)
+            await asyncio.sleep(_REFRESH_S)
+
+
+async def _show_lines(source: PictureSource) -> None:
+    """One line every few seconds, when something moved."""
+    shown = ""
+    while True:
+        try:
+            text = line(await source.picture())
+        except (RollstreamError, RedisError, OSError) as problem:
+            text = f"Redis does not answer: {problem}"
+        if text != shown:
+            sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            sys.stdout.flush()
+            shown = text
+        await asyncio.sleep(_PLAIN_S)
+
+
+def line(picture: Picture) -> str:
+    """A run in one line: step, reward, staleness, buffer, rate, versions, who waits."""
+    ledger = picture.ledger
+    if ledger is None:
+        return "waiting for the trainer to create the run"
+    staleness = picture.recent_staleness
+    engines = " ".join(str(engine.version) if engine.state is EngineState.ROUTABLE else engine.state.value for engine in picture.engines) or "none"
+    waits = ", ".join(f"{who} {edge} {seconds:.0f}s" for who, edge, seconds in waiting(picture))
+    parts = [
+        f"step {ledger.trained}",
+        f"reward {'-' if picture.reward is None else f'{picture.reward:.3f}'}",
+        f"staleness {staleness.mean:.2f} (p99 {staleness.p99}, max {staleness.max})",
+        f"buffer {ledger.generating} generating {ledger.ready} ready {ledger.leased} leased of {ledger.admission_limit}",
+        f"{picture.tokens_per_s:.0f} tokens/s",
+        f"engines {engines}",
+        *([f"waiting: {waits}"] if waits else []),
+        *(["draining"] if ledger.state.value == "draining" else []),
+    ]
+    return "  ".join(parts)
+
+
+def waiting(picture: Picture) -> list[tuple[str, str, float]]:
+    """Who waits, for what, and for how many seconds."""
+    members = [
+        *((status.producer_id, status.waiting_for, status.waiting_since) for status in picture.producers),
+        *((status.trainer_id, status.waiting_for, status.waiting_since) for status in picture.trainers),
+    ]
+    return [(who, edge.value, max(0.0, picture.at - since)) for who, edge, since in members if edge is not None]
+
+
+def render(picture: Picture | None, lives: Mapping[Child, Life], notes: Sequence[tuple[float, str]], trouble: str = "") -> RenderableType:
+    """The whole view."""
+    parts: list[RenderableType] = []
+    if trouble:
+        parts.append(Text(trouble, style="bold red"))
+    if picture is None or picture.ledger is None:
+        parts.append(Text("waiting for the trainer to create the run", style="yellow"))
+    else:
+        parts += [_progress(picture), _members(picture)]
+    parts += [_processes(lives), _happenings(picture, notes)]
+    return Panel(Group(*parts), title=f"rollstream  {picture.run if picture else ''}", title_align="left", border_style="dim")
+
+
+def _progress(picture: Picture) -> RenderableType:
+    ledger = picture.ledger
+    assert ledger is not None
+    now, all_of_it, totals = picture.recent_staleness, picture.staleness, picture.totals
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", min_width=9)
+    table.add_column()
+    rewards = [point.reward for point in picture.steps]
+    shown = "-" if picture.reward is None else f"{picture.reward:.3f}"
+    table.add_row("step", f"{ledger.trained}  incarnation {ledger.incarnation}  {ledger.state.value}")
+    table.add_row("reward", Text.assemble((shown, "bold green"), f"  mean of {WINDOW_STEPS} steps  ", (sparkline(_means(rewards)), "green")))
+    if totals.evaluation:
+        table.add_row("held out", f"exact {float(totals.evaluation.get('exact', 0.0)):.3f}  ({totals.evaluation.get('phase', '')})")
+    table.add_row("staleness", f"mean {now.mean:.2f}  p99 {now.p99}  max {now.max}   whole run: mean {all_of_it.mean:.2f}  max {all_of_it.max} steps")
+    waiting_bytes = f"{_bytes(ledger.bytes_used)} of {_bytes(ledger.byte_budget)}"
+    table.add_row(
+        "buffer",
+        Text.assemble(
+            _bar(ledger.generating, ledger.ready, ledger.leased, ledger.admission_limit),
+            f"  {ledger.generating} generating  {ledger.ready} ready  {ledger.leased} leased  of {ledger.admission_limit}   {waiting_bytes}",
+        ),
+    )
+    table.add_row("rate", f"{picture.tokens_per_s:.0f} tokens/s generated   {_steps_per_minute(picture)} steps/min   {totals.published} versions published")
+    waits = waiting(picture)
+    table.add_row("waiting", ",  ".join(f"{who}: {edge} for {seconds:.0f} s" for who, edge, seconds in waits) if waits else "nobody")
+    return table
+
+
+def _members(picture: Picture) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for title in ("engine", "state", "version", "lag", "running", "queued", "busy", "updates"):
+        table.add_column(title, justify="left" if title in ("engine", "state", "version") else "right")
+    for engine in picture.engines:
+        lag = picture.lag(engine.version)
+        busy = f"{100 * engine.busy_s / engine.uptime_s:.0f}%" if engine.uptime_s else "-"
+        table.add_row(
+            engine.engine_id,
+            _state(engine),
+            str(engine.version or "-"),
+            "-" if lag is None else str(lag),
+            f"{engine.running}/{engine.capacity}",
+            str(engine.queued),
+            busy,
+            str(engine.updates),
+        )
+    return table
+
+
+def _state(engine: EngineStatus) -> Text:
+    style = {EngineState.ROUTABLE: "green", EngineState.STARTING: "yellow", EngineState.UNFIT: "bold red", EngineState.LEAVING: "dim"}[engine.state]
+    return Text(engine.state.value + (f" ({engine.reason[:40]})" if engine.reason else ""), style=style)
+
+
+def _processes(lives: Mapping[Child, Life]) -> RenderableType:
+    text = Text("processes  ", style="dim")
+    style = {Phase.RUNNING: "green", Phase.WAITING: "bold yellow", Phase.STOPPING: "yellow", Phase.DONE: "dim"}
+    for child, life in lives.items():
+        restarts = f" ↻{life.restarts}" if life.restarts else ""
+        text.append(f"{child}{restarts}  ", style=style[life.phase])
+    return text
+
+
+def _happenings(picture: Picture | None, notes: Sequence[tuple[float, str]]) -> RenderableType:
+    found = [(event.at, describe(event)) for event in (picture.events if picture else ())] + list(notes)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(no_wrap=True)
+    for at, text in sorted(found)[-6:]:
+        table.add_row(time.strftime("%H:%M:%S", time.localtime(at)), text)
+    return table
+
+
+def describe(event: Event) -> str:
+    """An audit event for people."""
+    shown = ", ".join(f"{name} {value}" for name, value in event.fields.items() if isinstance(value, str | int | float) and not isinstance(value, bool))
+    return f"{event.op.replace('_', ' ')}: {shown}"[:110]
+
+
+def sparkline(values: Sequence[float], width: int = _WIDTH) -> str:
+    """A row of bars, lowest to highest.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    if not values:
+        return ""
+    if len(values) > width:
+        values = [values[int(index * (len(values) - 1) / (width - 1))] for index in range(width)]
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    """Running means over the window."""
+    means: list[float] = []
+    total = 0.0
+    for index, value in enumerate(values):
+        total += value - (values[index - WINDOW_STEPS] if index >= WINDOW_STEPS else 0.0)
+        means.append(total / min(index + 1, WINDOW_STEPS))
+    return means
+
+
+def _bar(generating: int, ready: int, leased: int, limit: int, width: int = 20) -> Text:
+    bar = Text()
+    for count, style in ((leased, "blue"), (ready, "green"), (generating, "yellow")):
+        bar.append("█" * round(width * count / max(1, limit)), style=style)
+    return bar + Text("·" * max(0, width - len(bar)), style="dim")
+
+
+def _steps_per_minute(picture: Picture) -> str:
+    recent = picture.steps[-WINDOW_STEPS:]
+    if len(recent) < 2 or recent[-1].at <= recent[0].at:
+        return "-"
+    return f"{60 * (len(recent) - 1) / (recent[-1].at - recent[0].at):.0f}"
+
+
+def _bytes(count: int) -> str:
+    """For people.
+
+    >>> _bytes(512), _bytes(3 << 20)
+    ('512 B', '3.0 MiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

@@ -1,0 +1,136 @@
+"""`rollstream status / groups / engines / weights` and `config show`: what is going on, for people, or as JSON for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import orjson
+from pydantic import BaseModel
+from redis.exceptions import RedisError
+from rich.console import Console
+from rich.table import Table
+
+from deploy.config import ReaderConfig, UpConfig, reader_url
+from deploy.http import bodies
+from deploy.live import line
+from deploy.snapshot import Picture, picture_source
+from protocol.config import load
+from protocol.errors import RedisUnavailable, RunMissing
+
+_WIDTH = 200
+"""Of tables that go to a file or a pipe."""
+_OPTION = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+
+
+def look(what: str, path: str, sets: Sequence[str], *, as_json: bool) -> int:
+    """Print one look. Raises: `RunMissing`, `RedisUnavailable`, `ConfigError`."""
+    config = load(ReaderConfig, path, sets=sets)
+    url = reader_url(config.run, config.redis)
+    picture = asyncio.run(_take(url, config))
+    if picture.ledger is None:
+        raise RunMissing(f"there is no run {config.run.name!r} in {url}: start it, or correct run.name or redis.url")
+    if as_json:
+        sys.stdout.buffer.write(orjson.dumps({name: body(picture).model_dump() for name, body in _BODIES[what].items()}, option=_OPTION))
+    else:
+        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+        for part in _VIEWS[what](picture):
+            console.print(part)
+    return 0
+
+
+async def _take(url: str, config: ReaderConfig) -> Picture:
+    try:
+        async with picture_source(url, config.run.name, folder=config.run.folder, deadline_s=1.0) as source:
+            return await source.picture()
+    except (RedisError, OSError) as problem:
+        raise RedisUnavailable(f"redis.url {url}: no answer ({problem}); is the run up?") from problem
+
+
+_BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = MappingProxyType(
+    {
+        "status": {
+            "buffer": bodies.buffer,
+            "staleness": bodies.staleness,
+            "weights": bodies.weights,
+            "engines": bodies.engines,
+            "producers": bodies.producers,
+            "trainers": bodies.trainers,
+        },
+        "groups": {"buffer": bodies.buffer},
+        "engines": {"engines": bodies.engines},
+        "weights": {"weights": bodies.weights},
+    }
+)
+
+
+def _status(picture: Picture) -> list[Table | str]:
+    return [line(picture), _engines_table(picture), _producers_table(picture)]
+
+
+def _groups(picture: Picture) -> list[Table | str]:
+    body = bodies.buffer(picture)
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for name in ("generating", "ready", "leased", "outstanding", "admission_limit", "released", "trained_groups", "next_seq", "low_seq"):
+        table.add_row(name.replace("_", " "), str(getattr(body, name)))
+    table.add_row("bytes", f"{body.bytes_used} of {body.byte_budget}")
+    for title, counts in (("releases", body.releases), ("dead", body.dead)):
+        table.add_row(title, ", ".join(f"{count} {reason}" for reason, count in counts.items() if count) or "none")
+    ages = ", ".join(f"{tokens} at {steps}" for steps, tokens in picture.ready_age.histogram.items())
+    table.add_row("ready tokens by staleness", ages or "none")
+    return [table]
+
+
+def _engines(picture: Picture) -> list[Table | str]:
+    return [_engines_table(picture)]
+
+
+def _weights(picture: Picture) -> list[Table | str]:
+    body = bodies.weights(picture)
+    newest = f"newest {body.newest}, {body.total_bytes} bytes, digest {body.digest}" if body.newest else "nothing is published yet"
+    return [newest, f"trained {body.trained}; {body.published} published, {body.applied} applied", _engines_table(picture)]
+
+
+def _engines_table(picture: Picture) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for title in ("engine", "state", "version", "lag", "running", "queued", "updates", "tokens", "url"):
+        table.add_column(title)
+    for status in picture.engines:
+        lag = picture.lag(status.version)
+        figures = (status.engine_id, status.state.value, status.version or "-", "-" if lag is None else lag, f"{status.running}/{status.capacity}")
+        table.add_row(*(str(part) for part in (*figures, status.queued, status.updates, status.generated_tokens, status.url)))
+    return table
+
+
+def _producers_table(picture: Picture) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="bold")
+    for title in ("producer", "in flight", "put", "failed", "retried", "waiting for"):
+        table.add_column(title)
+    for status in picture.producers:
+        waits = status.waiting_for.value if status.waiting_for else "-"
+        figures = (status.producer_id, status.inflight_groups, status.groups_put, status.groups_failed, status.samples_retried, waits)
+        table.add_row(*(str(part) for part in figures))
+    return table
+
+
+_VIEWS: MappingProxyType[str, Callable[[Picture], list[Table | str]]] = MappingProxyType(
+    {"status": _status, "groups": _groups, "engines": _engines, "weights": _weights}
+)
+
+
+def show_config(config: UpConfig, *, as_json: bool) -> str:
+    """Every key with the value in force and its line of help, as TOML that can be read back; or as JSON."""
+    if as_json:
+        return orjson.dumps(config.model_dump(mode="json"), option=_OPTION).decode()
+    lines: list[str] = []
+    for section, field in UpConfig.model_fields.items():
+        table = getattr(config, section)
+        assert isinstance(table, BaseModel), field
+        lines.append(f"[{section}]")
+        for key, about in type(table).model_fields.items():
+            value = table.model_dump(mode="json")[key]
+            lines.append(f"{key} = {orjson.dumps(value).decode()}  # {about.description}")
+        lines.append("")
+    return "\n".join(lines)

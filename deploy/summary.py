@@ -1,0 +1,213 @@
+"""`summary.json`: a run in figures, counted from the audit stream and the trainer's witness file, never from a counter of one process.
+
+audit.jsonl (+ what Redis still holds of the stream) ─┐
+witness.jsonl ────────────────────────────────────────┼──► summarise() ──► summary.json, and a table for people
+resources.json ───────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import orjson
+from rich.table import Table
+
+from buffer.audit import read_audit
+from buffer.contract import LedgerStatus
+from buffer.redis_ledger import RedisLedger
+from buffer.report import totals
+from buffer.witness import WitnessLine, read_witness
+from deploy.history import Applied, Histogram, History, read_history
+from deploy.tally import distribution
+from protocol.connection import Client
+from protocol.keys import Keys
+from protocol.messages import Event
+
+Summary: TypeAlias = dict[str, Any]
+"""JSON values; the keys are those of `summarise`."""
+WINDOW = 20
+"""Reward figures are means over so many steps."""
+
+
+async def write_summary(folder: Path, client: Client | None = None, keys: Keys | None = None) -> Summary:
+    """Summarise the run in `folder`, write `summary.json` there and return it.
+
+    With `client` and `keys`, events that the trainer has not yet spilled to `audit.jsonl` are counted too, and the ledger is asked what is outstanding.
+    """
+    status = await RedisLedger(client, keys).status() if client is not None and keys is not None else None
+    events = await read_audit(folder / "audit.jsonl", client, keys)
+    summary = summarise(events, read_witness(folder / "witness.jsonl"), status=status, resources=read_resources(folder))
+    scratch = folder / ".summary.json"
+    scratch.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    scratch.replace(folder / "summary.json")
+    return summary
+
+
+def read_summary(folder: Path) -> Summary:
+    """Raises: `OSError` if there is none."""
+    found: Summary = orjson.loads((folder / "summary.json").read_bytes())
+    return found
+
+
+def read_resources(folder: Path) -> Mapping[str, Any]:
+    """What `up` measured of its processes; empty if nobody did."""
+    try:
+        found: Mapping[str, Any] = orjson.loads((folder / "resources.json").read_bytes())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def summarise(
+    events: Sequence[Event], witness: Sequence[WitnessLine], *, status: LedgerStatus | None = None, resources: Mapping[str, Any] | None = None
+) -> Summary:
+    """Every figure of a run; None: nothing to count it from (`groups_lost` needs the ledger's `status`).
+
+    Units: `seconds` by the clock of Redis; staleness and publish lag in steps, over tokens; fractions of 1.
+    """
+    history = read_history(events)
+    counted = totals(events, witness, status)
+    steps = history.steps
+    resources = resources or {}
+    tokens_generated = sum(put.tokens for put in history.puts)
+    return {
+        "steps": counted.steps_trained,
+        "groups_reserved": counted.groups_reserved,
+        "groups_trained": counted.groups_trained,
+        "groups_released": {str(reason): count for reason, count in counted.groups_released.items()},
+        "groups_dead": {str(reason): count for reason, count in counted.groups_dead.items()},
+        "groups_outstanding": counted.groups_outstanding,
+        "groups_lost": counted.groups_lost if status is not None else None,
+        "groups_duplicated": counted.groups_duplicated,
+        "disagreements": list(counted.disagreements),
+        "staleness": spread(sum((step.staleness for step in steps), Counter())),
+        "max_staleness": history.settings.get("max_staleness"),
+        "over_k_tokens": _over_k(history),
+        "steps_over_k": counted.steps_over_k,
+        "masked_tokens": counted.tokens_masked,
+        "publish_lag": spread(history.lag),
+        "reward": first_last_best(window_means([step.reward for step in steps])),
+        "heldout": first_last_best([evaluation.exact for evaluation in history.evaluations]),
+        "heldout_reward": first_last_best([evaluation.reward for evaluation in history.evaluations]),
+        "tokens_generated": tokens_generated,
+        "tokens_trained": counted.tokens_trained,
+        "tokens_per_second": tokens_generated / history.seconds if history.seconds else None,
+        "seconds": history.seconds,
+        "trainer_busy_fraction": _share(sum(step.train_s for step in history.every_step), sum(step.seconds for step in history.every_step)),
+        "engine_busy_fraction": _share(sum(use.busy_s for use in history.uses), sum(use.uptime_s for use in history.uses)),
+        "weight_updates": len(history.applied),
+        "weights_published": len(history.published),
+        "engine_pause_seconds": _mean_max([applied.pause_s for applied in history.applied]),
+        "final_version": str(history.final) if history.final is not None else None,
+        "engines": _engines(history),
+        "incarnations": len(history.lineage.forks) if history.lineage is not None else 0,
+        "producers_seen": len(history.owners),
+        "restarts": resources.get("restarts", {}),
+        "peak_pss_bytes": resources.get("peak_pss_bytes"),
+        "cpu_seconds": resources.get("cpu_seconds", {}),
+        "wall_seconds": resources.get("wall_seconds"),
+    }
+
+
+def spread(tokens: Histogram) -> dict[str, float | dict[str, int] | None]:
+    """Mean, percentiles (nearest rank) and maximum of a histogram, and the histogram itself."""
+    found = distribution(tokens)
+    if not found.count:
+        return {"mean": None, "p50": None, "p99": None, "max": None, "histogram": {}}
+    histogram = {str(value): count for value, count in found.histogram.items()}
+    return {"mean": found.mean, "p50": found.p50, "p99": found.p99, "max": found.max, "histogram": histogram}
+
+
+def window_means(values: Sequence[float], width: int = WINDOW) -> list[float]:
+    """Means over every `width` values in a row; one mean over all if there are fewer.
+
+    >>> window_means([0.0, 1.0, 2.0], 2), window_means([1.0], 2), window_means([], 2)
+    ([0.5, 1.5], [1.0], [])
+    """
+    width = min(width, len(values))
+    return [sum(values[start : start + width]) / width for start in range(len(values) - width + 1)] if width else []
+
+
+def first_last_best(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"first": None, "last": None, "best": None}
+    return {"first": values[0], "last": values[-1], "best": max(values)}
+
+
+def _over_k(history: History) -> int:
+    """Tokens that entered a loss although they were over K, in any incarnation."""
+    limit = history.settings.get("max_staleness")
+    if not isinstance(limit, int):
+        return 0
+    return sum(count for step in history.every_step for staleness, count in step.staleness.items() if staleness > limit)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean_max(values: Sequence[float]) -> dict[str, float | None]:
+    return {"mean": sum(values) / len(values), "max": max(values)} if values else {"mean": None, "max": None}
+
+
+def _engines(history: History) -> dict[str, dict[str, Any]]:
+    """By engine: the version it ended with, whether that is the final one, and how often it went back within a boot and an incarnation (never, by rule V3)."""
+    last: dict[str, Applied] = {}
+    updates: Counter[str] = Counter()
+    went_back: Counter[str] = Counter()
+    for applied in history.applied:
+        name, before = applied.engine_id, last.get(applied.engine_id)
+        if before is not None and before.boot == applied.boot and before.version.incarnation == applied.version.incarnation:
+            went_back[name] += applied.version.n < before.version.n
+        last[name] = applied
+        updates[name] += 1
+    return {
+        name: {
+            "version": str(last[name].version) if name in last else None,
+            "at_final": name in last and last[name].version == history.final and last[name].boot == history.boots.get(name, [last[name].boot])[-1],
+            "updates": updates[name],
+            "boots": len(history.boots.get(name, [])),
+            "went_back": went_back[name],
+        }
+        for name in sorted({*history.boots, *last})
+    }
+
+
+# -- for people --------------------------------------------------------------------------------------------------------------------------------
+
+
+def table(summary: Summary, *, title: str = "Result") -> Table:
+    """The figures that matter, in the order a reader asks for them."""
+    reward, heldout, staleness, lag, pause = (summary[key] for key in ("reward", "heldout", "staleness", "publish_lag", "engine_pause_seconds"))
+    grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    grid.add_column(style="dim")
+    grid.add_column()
+    groups = " ".join(f"{summary[f'groups_{what}']} {what}," for what in ("reserved", "trained", "lost", "duplicated"))
+    rows = [
+        ("steps", f"{summary['steps']} in {summary['seconds']:.0f} s, {sum(summary['cpu_seconds'].values()):.0f} CPU s"),
+        ("sampled reward", f"{_number(reward['first'])} → {_number(reward['last'])}, best {_number(reward['best'])} ({WINDOW}-step means)"),
+        ("held-out exact", f"{_number(heldout['first'])} → {_number(heldout['last'])}, best {_number(heldout['best'])}"),
+        ("groups", groups.rstrip(",")),
+        ("staleness", f"mean {_number(staleness['mean'])}, p99 {staleness['p99']}, max {staleness['max']} of {summary['max_staleness']} steps"),
+        ("publish lag", f"mean {_number(lag['mean'])}, p99 {lag['p99']} steps"),
+        ("over K, masked", f"{summary['over_k_tokens']} tokens in a loss, {summary['masked_tokens']} masked"),
+        ("tokens", f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained, {_number(summary['tokens_per_second'], 0)} a second"),
+        ("busy", f"trainer {_percent(summary['trainer_busy_fraction'])}, engines {_percent(summary['engine_busy_fraction'])}"),
+        ("weights", f"{summary['weights_published']} published, {summary['weight_updates']} applied, paused {_number(pause['mean'], 3)} s each"),
+        ("engines", ", ".join(f"{name} at {engine['version']}" for name, engine in summary["engines"].items()) or "none"),
+        ("memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB at the peak" if summary["peak_pss_bytes"] else "not measured"),
+    ]
+    for name, text in rows:
+        grid.add_row(name, text)
+    return grid
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{100 * value:.0f}%"

@@ -1,0 +1,1 @@
+"""`rollstream up`: everything of a run on this machine, started, watched, restarted and stopped in order."""

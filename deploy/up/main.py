@@ -1,0 +1,283 @@
+"""`rollstream up`: Redis, trainer, engines and producers of one run as processes of this machine, to the end of the run.
+
+Before anything is written or started: the configuration is whole, the files are there and well formed, the HTTP port is ours, the run is there (`--resume`)
+or not there (`--new`), and no other `up` holds its folder.
+
+Order of starting: Redis, then everything else at once; each waits for what it needs. Order of stopping: see `Supervisor`. Exit codes: 0 the run drained
+and its summary is written; 1 fault, or somebody had to be killed; 2 bad configuration; 75 Redis did not come up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import logging
+import shutil
+import signal
+import socket
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from buffer.contract import RunState
+from deploy.checks import check_all
+from deploy.config import UpConfig, bind
+from deploy.redis_server import ServerCommand, server_command, wait_ready
+from deploy.snapshot import PictureSource, picture_source
+from deploy.up.launcher import Hooks, Launcher
+from deploy.up.plan import plan
+from deploy.up.records import write_atomically
+from deploy.up.supervisor import Child, Finish, Policy, Role
+from protocol.config import load
+from protocol.connection import check_server, connect
+from protocol.daemon import run_daemon
+from protocol.errors import ConfigError, RedisUnavailable, RollstreamError, RunExists, RunMissing, UnsafeRedis
+from protocol.keys import Keys
+from weightsync.config import store_folder
+
+_LOG = logging.getLogger(__name__)
+_TRACES = ("processes.json", "redis", "checkpoint", "audit.jsonl", "witness.jsonl", "metrics.jsonl", "summary.json")
+"""What a run leaves in its folder; a data set, a model or a configuration that lies there too is not a run."""
+_HEALTH_S = 5.0
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    config: str
+    resume: bool
+    sets: tuple[str, ...] = ()
+    live: bool = True
+    """A live view, where standard output is a terminal."""
+    policy: Policy = field(default_factory=Policy)
+
+
+class UpFailed(RollstreamError):
+    """The run ended otherwise than drained; `exit_code` is what `up` exits with."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__(finish.message or "the run did not end in good order")
+        self.exit_code = finish.code
+
+
+def run(options: argparse.Namespace) -> int:
+    asked = UpOptions(config=options.config, resume=options.resume, sets=tuple(options.set), live=not options.no_live)
+
+    async def body(_: asyncio.Event) -> None:
+        await up(asked)
+
+    return run_daemon("rollstream up", body)
+
+
+async def up(options: UpOptions) -> Path:
+    """Run to the end of the run; its folder. Installs signal handlers. Raises: `RollstreamError` with the exit code to use."""
+    config = load(UpConfig, options.config, sets=options.sets)
+    check_all(config)
+    listener = bind(config.http)
+    try:
+        await _check_place(config, options)
+        folder = config.run.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with _hold(folder):
+            finish = await _Up(config, options, listener).run()
+    finally:
+        if listener is not None:
+            listener.close()
+    if finish.code:
+        raise UpFailed(finish)
+    return folder
+
+
+async def _check_place(config: UpConfig, options: UpOptions) -> None:
+    """Whether the run is there or not, as asked. Writes nothing."""
+    folder = config.run.folder
+    found = [name for name in _TRACES if (folder / name).exists()]
+    if not options.resume and found:
+        raise RunExists(f"run.dir {folder} holds a run already ({', '.join(found)}): go on with it by --resume, or choose another run.name or run.dir")
+    if config.redis.url:
+        client = connect(config.redis.url, deadline_s=2.0)
+        try:
+            facts = await check_server(client, url=config.redis.url)
+            there = bool(await client.exists(Keys(config.run.name).state))
+        except RedisUnavailable as problem:
+            raise UnsafeRedis(str(problem)) from problem
+        finally:
+            await client.aclose()
+        _LOG.info("Redis %s at %s: %s", facts.version, config.redis.url, facts.durability)
+        if there and not options.resume:
+            raise RunExists(f"run {config.run.name!r} is in {config.redis.url} already: go on with it by --resume, or choose another run.name")
+        if not there and options.resume:
+            raise RunMissing(f"there is no run {config.run.name!r} in {config.redis.url} to resume: start it with --new, or correct run.name or redis.url")
+    elif options.resume and not (folder / "redis").is_dir():
+        raise RunMissing(f"run.dir {folder} holds no run to resume: start it with --new, or correct run.name or run.dir")
+
+
+@contextlib.contextmanager
+def _hold(folder: Path) -> Iterator[None]:
+    """One `up` a folder. The lock goes with the process, however it ends."""
+    with (folder / ".up.lock").open("a+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as problem:
+            raise ConfigError(f"run.dir {folder}: another `rollstream up` holds this run; stop it, or choose another run.name or run.dir") from problem
+        yield
+
+
+class _Up:
+    """One life of `up`, from the lock to the end."""
+
+    def __init__(self, config: UpConfig, options: UpOptions, listener: socket.socket | None) -> None:
+        self._config = config
+        self._options = options
+        self._listener = listener
+        self._folder = config.run.folder
+        self._server: ServerCommand | None = None
+        if not config.redis.url:
+            self._server = server_command(self._folder / "redis", appendfsync=config.redis.appendfsync)
+        self._url = config.redis.url or (self._server.url if self._server else "")
+
+    async def run(self) -> Finish:
+        file = self._keep_configuration()
+        sets = (*self._options.sets, f"redis.url={self._url}")
+        processes = plan(self._config, file, sets, redis=self._server)
+        async with picture_source(self._url, self._config.run.name, folder=self._folder, deadline_s=5.0) as source:
+            hooks = Hooks(
+                redis_answers=lambda: _redis_answers(source),
+                trainer_flag=lambda: _trainer_flag(source),
+                drained=lambda: _drained(source),
+                settle=lambda: self._settle(source),
+            )
+            launcher = Launcher(self._folder, processes, settings=self._config.digest, hooks=hooks, redis_url=self._url, policy=self._options.policy)
+            finished = False
+            try:
+                with _signals(launcher):
+                    await self._prepare(launcher, source)
+                    async with self._observers(launcher, source):
+                        finish = await launcher.run()
+                finished = True
+            finally:
+                if not finished:
+                    await asyncio.shield(launcher.abandon())
+        if self._server is not None:
+            self._server.socket.unlink(missing_ok=True)
+        return finish
+
+    def _keep_configuration(self) -> Path:
+        """The file as it is now: what restarts read, and what the folder tells about the run."""
+        kept = self._folder / "run.toml"
+        if Path(self._options.config).resolve() != kept.resolve():
+            write_atomically(kept, Path(self._options.config).read_bytes())
+        return kept
+
+    async def _prepare(self, launcher: Launcher, source: PictureSource) -> None:
+        found = launcher.take_over()
+        if self._server is not None:
+            if Child(Role.REDIS) not in found:
+                self._server.socket.unlink(missing_ok=True)
+            await launcher.begin_redis(lambda deadline_s: wait_ready(self._url, timeout_s=deadline_s))
+            client = connect(self._url, deadline_s=5.0)
+            try:
+                await check_server(client, url=self._url)
+            finally:
+                await client.aclose()
+        healthy = await _healthy(source, launcher.found_pids()) if found - {Child(Role.REDIS)} else set()
+        await launcher.adopt(healthy)
+        if not healthy:
+            # Nobody serves or writes a version: the trainer publishes before anything is generated.
+            shutil.rmtree(store_folder(self._config.weights, self._config.run), ignore_errors=True)
+
+    @contextlib.asynccontextmanager
+    async def _observers(self, launcher: Launcher, source: PictureSource) -> AsyncIterator[None]:
+        """HTTP and the view: their faults are told, and never end a run."""
+        from deploy.http.app import serve_app
+        from deploy.live import show
+
+        looks = [self._observe("view", show(source, launcher, live=self._options.live))]
+        if self._listener is not None:
+            looks.append(self._observe("http", serve_app(source, self._listener)))
+        tasks = [asyncio.create_task(look, name=f"up:observer-{index}") for index, look in enumerate(looks)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @staticmethod
+    async def _observe(name: str, look: Coroutine[None, None, None]) -> None:
+        try:
+            await look
+        except Exception:  # noqa: BLE001 - an observer that fails must not end a run
+            _LOG.exception("%s ended; the run goes on without it", name)
+
+    async def _settle(self, source: PictureSource) -> None:
+        """Summary and picture, while Redis is still there; then the versions in shared memory go, which only this machine could read."""
+        if await source.exists():
+            await _summarise(self._folder, self._url, self._config.run.name)
+        if not self._config.weights.store:
+            await asyncio.to_thread(shutil.rmtree, store_folder(self._config.weights, self._config.run), ignore_errors=True)
+
+
+async def _summarise(folder: Path, url: str, run_name: str) -> None:
+    from deploy.summary import write_summary
+
+    client = connect(url, deadline_s=5.0)
+    try:
+        await write_summary(folder, client, Keys(run_name))
+    finally:
+        await client.aclose()
+
+
+async def _redis_answers(source: PictureSource) -> None:
+    try:
+        await source.ping()
+    except (RedisError, OSError) as problem:
+        raise RedisUnavailable(f"Redis does not answer ({problem})") from problem
+
+
+async def _trainer_flag(source: PictureSource) -> str:
+    try:
+        return "--resume" if await source.exists() else "--new"
+    except (RedisError, OSError) as problem:
+        raise RedisUnavailable(f"whether the run is there: Redis does not answer ({problem})") from problem
+
+
+async def _drained(source: PictureSource) -> bool:
+    try:
+        ledger = (await source.picture()).ledger
+    except (RollstreamError, RedisError, OSError):
+        return False
+    return ledger is not None and ledger.state is RunState.DRAINING
+
+
+async def _healthy(source: PictureSource, found: dict[Child, int]) -> Collection[Child]:
+    """Those that announce themselves in Redis; asked for as long as two heartbeats take, as Redis may just have come back."""
+    wanted = {pid: child for child, pid in found.items() if child.role is not Role.REDIS}
+    healthy: set[Child] = set()
+    for _ in range(int(_HEALTH_S / _LOOK_S)):
+        picture = await source.picture()
+        announced = {engine.pid for engine in picture.engines} | {producer.pid for producer in picture.producers}
+        announced |= {trainer.pid for trainer in picture.trainers}
+        healthy = {child for pid, child in wanted.items() if pid in announced}
+        if len(healthy) == len(wanted):
+            break
+        await asyncio.sleep(_LOOK_S)
+    return healthy
+
+
+@contextlib.contextmanager
+def _signals(launcher: Launcher) -> Iterator[None]:
+    """Every signal is a wish to stop: the first in good order, a further one at once. A closed terminal is a wish too."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, launcher.request_stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,70 @@
+"""Which processes a run has here, and how each is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.config import UpConfig
+from deploy.redis_server import ServerCommand
+from deploy.up.supervisor import Child, Role
+
+_MODULES = {
+    Role.ENGINE: ("deploy.cli", "engine"),
+    Role.PRODUCER: ("producer.main",),
+    Role.TRAINER: ("consumer.main",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The children of one run, as commands."""
+
+    config_file: Path
+    sets: tuple[str, ...]
+    children: tuple[Child, ...]
+    threads: Mapping[Role, int]
+    redis: ServerCommand | None
+
+    def argv(self, child: Child) -> tuple[str, ...]:
+        """Without `--new` or `--resume`, which only the trainer takes and only its start decides."""
+        if child.role is Role.REDIS:
+            assert self.redis is not None
+            return self.redis.argv
+        command = [sys.executable, "-m", *_MODULES[child.role], "-c", str(self.config_file)]
+        if child.role is not Role.TRAINER:
+            command += ["--index", str(child.index)]
+        for item in self.sets:
+            command += ["--set", item]
+        return tuple(command)
+
+    def environment(self, child: Child) -> dict[str, str]:
+        """One process must not take the cores of all others: torch and BLAS get what the configuration gives them."""
+        threads = str(self.threads.get(child.role, 1))
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+
+def plan(config: UpConfig, config_file: Path, sets: Sequence[str], *, redis: ServerCommand | None) -> Plan:
+    """`redis`: the server to start; None where `redis.url` names one."""
+    return Plan(
+        config_file=config_file,
+        sets=tuple(sets),
+        children=(
+            *([Child(Role.REDIS)] if redis is not None else []),
+            Child(Role.TRAINER),
+            *(Child(Role.ENGINE, index) for index in range(config.engine.count)),
+            *(Child(Role.PRODUCER, index) for index in range(config.producer.count)),
+        ),
+        redis=redis,
+        threads={Role.ENGINE: config.engine.torch_threads, Role.TRAINER: config.trainer.torch_threads},
+    )

@@ -1,0 +1,211 @@
+"""`rl-producer`: joins a run, generates and rewards rollout groups, and stops in good order."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import os
+import secrets
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+import aiohttp
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from buffer.client import ProducerBuffer
+from buffer.config import BufferConfig
+from buffer.contract import Ledger
+from buffer.redis_ledger import RedisLedger
+from producer.config import ProducerDaemonConfig
+from producer.election import Election
+from producer.engine.client import EngineClient, Sampling
+from producer.evaluation import Evaluation
+from producer.loop import BEAT_S, ProducerLoop
+from producer.outage import through_outage
+from producer.pool import EnginePool
+from producer.rewards import Grader, make_grader
+from producer.rollout import GroupMaker, payload_bound
+from producer.sampler import Sampler
+from producer.source import PromptSet, PromptSource, read_rows
+from producer.stopping import unless
+from producer.template import PromptEncoder
+from producer.work import GroupWork
+from protocol.config import load
+from protocol.connection import Client, check_server, connect
+from protocol.daemon import arguments, run_daemon
+from protocol.errors import ConfigError, RedisUnavailable, RunMissing
+from protocol.identity import RunIdentity, identify
+from protocol.keys import Keys
+from protocol.messages import Edge, ProducerStatus
+from protocol.presence import Presence
+from protocol.wakeups import Topic, Wakeups, wakeups
+from weightsync.registry import Registry
+
+_LOG = logging.getLogger(__name__)
+_FIRST_CONTACT_S = 5.0
+
+
+def main() -> int:
+    parser = arguments("rl-producer", "Generates and rewards rollout groups for a run, until the run ends or SIGTERM.")
+    parser.add_argument("--index", type=int, default=None, metavar="I", help="call this producer producer-I in status and metrics")
+    options = parser.parse_args()
+    return run_daemon("rl-producer", lambda stop: produce(options, stop))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Everything that can be checked without Redis, checked."""
+
+    identity: RunIdentity
+    grader: Grader
+    prompts: PromptSet
+    held_out: PromptSet | None
+
+
+def prepare(config: ProducerDaemonConfig) -> Prepared:
+    """Read and validate model folder, reward and data. Raises: `ConfigError` naming file, line or key."""
+    identity = identify(config.run, config.model, config.data, config.rollout)
+    grader = make_grader(config.reward)
+    rows = read_rows("data.path", config.data.path, config.data, label_fault=grader.label_fault)
+    encoder = PromptEncoder(config.model.path)
+    most = config.rollout.max_prompt_tokens
+    prompts = PromptSet("data.path", config.data.path, rows, encoder, max_tokens=most)
+    held_out = None
+    if config.eval.path:
+        rows = read_rows("eval.path", config.eval.path, config.data, label_fault=grader.label_fault, limit=config.eval.samples)
+        held_out = PromptSet("eval.path", config.eval.path, rows, encoder, max_tokens=most)
+    return Prepared(identity=identity, grader=grader, prompts=prompts, held_out=held_out)
+
+
+async def produce(options: argparse.Namespace, stop: asyncio.Event) -> None:
+    """The daemon's body: check everything, reach Redis, wait for the run, join it, work until `stop` or the end of the run.
+
+    Raises: `ConfigError` before anything is written; `RedisUnavailable` when Redis stays away later.
+    """
+    config = load(ProducerDaemonConfig, options.config, sets=options.set)
+    keys = Keys(config.run.name)
+    client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
+    try:
+        prepared = await asyncio.to_thread(prepare, config)
+        await _first_contact(config.redis.url)
+        here = _here(options.index)
+        async with wakeups(client, keys) as waker:
+            await _Member(config, prepared=prepared, here=here, client=client, keys=keys, waker=waker).run(stop)
+    finally:
+        await client.aclose()
+
+
+def _here(index: int | None) -> ProducerStatus:
+    host, pid = socket.gethostname(), os.getpid()
+    return ProducerStatus(producer_id=f"{host}-{pid}" if index is None else f"producer-{index}", host=host, pid=pid)
+
+
+async def _first_contact(url: str) -> None:
+    """The server is there and safe to use. Raises: `ConfigError`; a server that has never answered is a wrong address rather than an outage."""
+    client = connect(url, deadline_s=_FIRST_CONTACT_S)
+    try:
+        facts = await check_server(client, url=url)
+        _LOG.info("redis %s: %s", facts.version, facts.durability)
+    except RedisUnavailable as problem:
+        raise ConfigError(str(problem)) from problem
+    finally:
+        await client.aclose()
+
+
+class _Member:
+    """A producer on its way into a run."""
+
+    def __init__(self, config: ProducerDaemonConfig, *, prepared: Prepared, here: ProducerStatus, client: Client, keys: Keys, waker: Wakeups) -> None:
+        self._config = config
+        self._prepared = prepared
+        self._here = here
+        self._client = client
+        self._keys = keys
+        self._wakeups = waker
+        self._presence = Presence(client, keys, "producer", ProducerStatus)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        ledger = RedisLedger(self._client, self._keys)
+        settings: BufferConfig | None = None
+
+        async def join() -> None:
+            nonlocal settings
+            settings = await self._join(ledger)
+
+        await unless(stop, join(), name="producer:join")
+        if settings is not None:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300)) as session:
+                await self._work(stop, ledger, settings, session)
+
+    async def _join(self, ledger: Ledger) -> BufferConfig:
+        """Settings of the run, once it exists (edge `no run`). Raises: `IdentityMismatch`."""
+        since = time.time()
+        waiting = False
+        try:
+            while True:
+                mark = self._wakeups.mark(Topic.RUN)
+                try:
+                    return await through_outage(lambda: _joined(ledger, self._prepared.identity), deadline_s=self._config.redis.deadline_s)
+                except RunMissing as problem:
+                    if not waiting:
+                        _LOG.info("waiting: %s", problem)
+                    waiting = True
+                await self._presence.beat(self._here.producer_id, dataclasses.replace(self._here, waiting_for=Edge.NO_RUN, waiting_since=since))
+                await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=BEAT_S)
+        except BaseException:
+            if waiting:
+                await self._presence.leave(self._here.producer_id)
+            raise
+
+    async def _work(self, stop: asyncio.Event, ledger: Ledger, settings: BufferConfig, session: aiohttp.ClientSession) -> None:
+        config, prepared, owner = self._config, self._prepared, secrets.token_hex(8)
+        deadline_s = config.redis.deadline_s
+        loop = ProducerLoop(config.producer, self._here, presence=self._presence, slot_s=settings.slot_seconds, redis_deadline_s=deadline_s)
+        pool = EnginePool(Registry(self._client, self._keys), ledger, self._wakeups, deadline_s=deadline_s, on_status=loop.on_status)
+        sampler = Sampler(pool=pool, client=EngineClient(session), grader=prepared.grader, config=config.producer)
+        rollout = config.rollout
+        sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop=rollout.stop)
+        maker = GroupMaker(
+            sampler, sampling, group_size=rollout.group_size, group_filter=config.producer.filter, producer_id=self._here.producer_id, owner=owner
+        )
+        work = GroupWork(
+            ProducerBuffer(ledger, self._wakeups, owner),
+            PromptSource(prepared.prompts, seed=config.run.seed),
+            maker,
+            max_inflight=config.producer.max_inflight_groups,
+            max_bytes=payload_bound(group_size=rollout.group_size, prompt_tokens=prepared.prompts.longest, new_tokens=rollout.max_new_tokens),
+            redis_deadline_s=deadline_s,
+            closing=loop.closing,
+            on_run_ended=loop.on_run_ended,
+        )
+        evaluation = None
+        if prepared.held_out is not None:
+            evaluation = Evaluation(
+                config.eval,
+                prepared.held_out,
+                sampler=sampler,
+                sampling=dataclasses.replace(sampling, temperature=0.0, max_new_tokens=config.eval.max_new_tokens or rollout.max_new_tokens),
+                pool=pool,
+                election=Election(self._client, self._keys, every_s=config.eval.every_seconds),
+                wakeups=self._wakeups,
+                producer_id=self._here.producer_id,
+                redis_deadline_s=deadline_s,
+            )
+        _LOG.info("%s joined run %s: %d prompts, G = %d", self._here.producer_id, self._keys.run, len(prepared.prompts), rollout.group_size)
+        await loop.run(stop, ledger=ledger, pool=pool, work=work, sampler=sampler, evaluation=evaluation)
+
+
+async def _joined(ledger: Ledger, identity: RunIdentity) -> BufferConfig:
+    try:
+        return await ledger.join(identity)
+    except (RedisConnectionError, RedisTimeoutError, OSError) as problem:
+        raise RedisUnavailable(f"join: Redis did not answer in time ({problem})") from problem
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""What a rollout earns: built-in verifiers, or a custom async function by dotted path.
+
+    # grading.py, with reward.kind = "function" and reward.function = "grading:length"
+    async def length(sample: RewardSample) -> float:
+        return min(1.0, len(sample.response) / 100)
+
+A function that raises, takes too long or answers something that is no finite number has failed for that sample; the producer asks again, up to
+`producer.sample_retries`, always with the same response: sampling again until the grader is content would bias the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from producer.config import RewardConfig, RewardKind
+from producer.template import Prompt
+from protocol.arrays import IntArray
+from protocol.errors import ConfigError, SampleFailed
+from protocol.messages import JsonValue
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewardSample:
+    """What a reward may look at."""
+
+    prompt: Prompt
+    """As in the data set: text or chat messages."""
+    response: str
+    """Without special tokens."""
+    response_ids: IntArray
+    """[N] int32, as sampled."""
+    label: JsonValue
+    finish_reason: str
+    """stop or length"""
+    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward and, where it is partial, whether the answer is right; None: right from 1.0 on."""
+
+    value: float
+    exact: bool | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.value >= 1.0 if self.exact is None else self.exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grader:
+    """`await score(sample)` and what the data set must hold for it."""
+
+    score: Callable[[RewardSample], Awaitable[Reward]]
+    """Raises: `SampleFailed` when there is no reward for this sample now."""
+    label_fault: Callable[[JsonValue], str]
+    """What is wrong with a row's label; "": nothing."""
+
+
+def make_grader(config: RewardConfig) -> Grader:
+    """The reward that [reward] asks for. Raises: `ConfigError` naming `reward.function` if it cannot be used."""
+    if config.kind is RewardKind.FUNCTION:
+        return Grader(score=_guarded(load_function(config.function), config), label_fault=lambda _: "")
+    verify, fault = {
+        RewardKind.EXACT_MATCH: (exact_match, _text_fault),
+        RewardKind.CONTAINS: (contains, _text_fault),
+        RewardKind.NUMERIC_MATCH: (numeric_match, _number_fault),
+    }[config.kind]
+
+    async def score(sample: RewardSample) -> Reward:
+        return Reward(1.0 if verify(sample.response, sample.label) else 0.0)
+
+    def label_fault(label: JsonValue) -> str:
+        return f"{what}, and reward.kind {config.kind} needs it" if (what := fault(label)) else ""
+
+    return Grader(score=score, label_fault=label_fault)
+
+
+# -- verifiers ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def exact_match(response: str, label: JsonValue) -> bool:
+    """Equal without surrounding white space."""
+    return response.strip() == _text(label).strip()
+
+
+def contains(response: str, label: JsonValue) -> bool:
+    return _text(label).strip() in response
+
+
+def numeric_match(response: str, label: JsonValue) -> bool:
+    """The last number of the response equals the last one of the label: 1,234 is 1234.0; a label may be a worked solution."""
+    answer = last_number(response)
+    return answer is not None and answer == last_number(_text(label))
+
+
+def last_number(text: str) -> Decimal | None:
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    try:
+        return Decimal(found[-1].replace(",", "").rstrip("."))
+    except InvalidOperation:
+        return None
+
+
+def _text(label: JsonValue) -> str:
+    return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+
+
+def _text_fault(label: JsonValue) -> str:
+    if label is None:
+        return "is missing"
+    return "" if isinstance(label, str | int | float) and _text(label).strip() else "is not text or a number"
+
+
+def _number_fault(label: JsonValue) -> str:
+    return _text_fault(label) or ("" if last_number(_text(label)) is not None else "holds no number")
+
+
+# -- custom functions --------------------------------------------------------------------------------------------------------------------------
+
+
+def load_function(dotted: str) -> Callable[[RewardSample], Awaitable[Any]]:
+    """The async function at `package.module:name`; modules of the working directory are found too.
+
+    Raises: `ConfigError` naming `reward.function`.
+    """
+    module_name, _, name = dotted.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as problem:
+        raise ConfigError(
+            f"reward.function {dotted}: cannot import {module_name} ({type(problem).__name__}: {problem}); correct the path or the module"
+        ) from problem
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"reward.function {dotted}: {module_name} has no {name}; define `async def {name}(sample)` there")
+    if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))):  # noqa: B004 - its kind, not whether
+        raise ConfigError(f"reward.function {dotted}: is not async; write `async def {name}(sample)`")
+    found: Callable[[RewardSample], Awaitable[Any]] = function
+    return found
+
+
+def _guarded(function: Callable[[RewardSample], Awaitable[Any]], config: RewardConfig) -> Callable[[RewardSample], Awaitable[Reward]]:
+    async def score(sample: RewardSample) -> Reward:
+        try:
+            async with asyncio.timeout(config.timeout_seconds):
+                answer = await function(sample)
+        except TimeoutError as problem:
+            raise SampleFailed(f"reward.function {config.function} gave no answer in {config.timeout_seconds:g} s") from problem
+        except Exception as problem:
+            raise SampleFailed(f"reward.function {config.function} raised {type(problem).__name__}: {problem}") from problem
+        reward = answer if isinstance(answer, Reward) else Reward(answer)
+        value: object = reward.value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise SampleFailed(f"reward.function {config.function} answered {value!r:.60}, expected a finite number or a Reward")
+        return Reward(float(value), reward.exact)
+
+    return score

@@ -1,0 +1,176 @@
+"""One rollout: generate, judge, reward, with retries; a failure is the sample's, never the producer's."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from producer.config import ProducerConfig
+from producer.engine.client import EngineClient, Generation, Sampling
+from producer.pool import EnginePool
+from producer.rewards import Grader, Reward, RewardSample
+from producer.routing import Engine, EngineKey
+from producer.source import Chosen
+from protocol.arrays import IntArray
+from protocol.errors import DecodeError, EngineUnavailable, SampleFailed
+from protocol.messages import Rollout, Span
+from protocol.versions import Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A rollout with its reward and what it took."""
+
+    rollout: Rollout
+    reward: Reward
+    retries: int
+    queue_s: float
+    generate_s: float
+    reward_s: float
+
+
+class Sampler:
+    """Makes single rollouts; the group and the evaluation share it."""
+
+    def __init__(self, *, pool: EnginePool, client: EngineClient, grader: Grader, config: ProducerConfig) -> None:
+        self._pool = pool
+        self._client = client
+        self._grader = grader
+        self._config = config
+        self.retried = 0
+        """Samples that were asked for again, over the life of the producer."""
+
+    async def sample(self, chosen: Chosen, prompt: list[int], *, min_version: Version | None, sampling: Sampling, rid: str) -> Sampled:
+        """One rollout, retried on another engine where there is one, inside the group's budget of seconds; waiting for an engine costs none of it.
+
+        Raises: `SampleFailed` when the attempts or the budget are used up.
+        """
+        attempts = _Attempts(self._config)
+        queue_s = 0.0
+        while True:
+            began = time.monotonic()
+            engine = await self._pool.acquire(min_version, attempts.failed)
+            started = time.monotonic()
+            queue_s += started - began
+            generation = await self._generate(engine, prompt, sampling, f"{rid}.{attempts.count}", attempts)
+            generated = time.monotonic()
+            attempts.spent_s += generated - started
+            if generation is not None:
+                break
+            self.retried += 1
+        reward = await self._reward(chosen, generation, attempts)
+        rewarded = time.monotonic()
+        return Sampled(
+            rollout=_rollout(chosen.ids, generation, reward, engine),
+            reward=reward,
+            retries=attempts.count,
+            queue_s=queue_s,
+            generate_s=attempts.spent_s,
+            reward_s=rewarded - generated,
+        )
+
+    async def _generate(self, engine: Engine, prompt: list[int], sampling: Sampling, rid: str, attempts: _Attempts) -> Generation | None:
+        """The answer of `engine`, or None if this attempt failed and another is allowed."""
+        try:
+            generation = await self._client.generate(engine.url, prompt, sampling=sampling, rid=rid, deadline_s=attempts.deadline_s, assumed=engine.version)
+        except EngineUnavailable as problem:
+            self._pool.refused(engine)
+            attempts.unavailable(engine, problem)
+            return None
+        except SampleFailed as problem:
+            self._pool.release(engine)
+            await self._doubt(engine, problem)
+            attempts.failure(engine, problem)
+            return None
+        except BaseException:
+            self._pool.release(engine, answered=False)
+            raise
+        self._pool.release(engine)
+        try:
+            await self._pool.judge(engine, {span.version for span in generation.spans})
+        except SampleFailed as problem:
+            attempts.failure(engine, problem)
+            return None
+        return generation
+
+    async def _doubt(self, engine: Engine, problem: SampleFailed) -> None:
+        """An answer under a version that is none of a run's, such as a fresh boot's, tells that the registry is behind (rule W3)."""
+        cause = problem.__cause__
+        if isinstance(cause, DecodeError) and cause.field == "version":
+            with contextlib.suppress(SampleFailed):
+                await self._pool.mark_unfit(engine, f"answered without a version of this run ({cause})")
+
+    async def _reward(self, chosen: Chosen, generation: Generation, attempts: _Attempts) -> Reward:
+        row = chosen.row
+        sample = RewardSample(
+            prompt=row.prompt,
+            response=generation.text,
+            response_ids=generation.output_ids,
+            label=row.label,
+            finish_reason=generation.finish_reason,
+            metadata=row.metadata,
+        )
+        while True:
+            began = time.monotonic()
+            try:
+                return await self._grader.score(sample)
+            except SampleFailed as problem:
+                attempts.spent_s += time.monotonic() - began
+                attempts.failure(None, problem)
+                self.retried += 1
+
+
+class _Attempts:
+    """What one sample has used of its budget. An engine that stays away counts once, however often it is tried."""
+
+    def __init__(self, config: ProducerConfig) -> None:
+        self._config = config
+        self.failed: set[EngineKey] = set()
+        self._away: set[EngineKey] = set()
+        self.count = 0
+        self._counted = 0
+        self.spent_s = 0.0
+
+    @property
+    def deadline_s(self) -> float:
+        return max(0.001, min(self._config.sample_deadline_seconds, self._config.group_deadline_seconds - self.spent_s))
+
+    def unavailable(self, engine: Engine, problem: Exception) -> None:
+        counts = engine.key not in self._away
+        self._away.add(engine.key)
+        self._note(engine, problem, counts=counts)
+
+    def failure(self, engine: Engine | None, problem: Exception) -> None:
+        self._note(engine, problem, counts=True)
+
+    def _note(self, engine: Engine | None, problem: Exception, *, counts: bool) -> None:
+        self.count += 1
+        self._counted += counts
+        if engine is not None:
+            self.failed.add(engine.key)
+        if self._counted > self._config.sample_retries:
+            raise SampleFailed(f"{self._counted} attempts failed, the last one: {problem}") from problem
+        if self.spent_s >= self._config.group_deadline_seconds:
+            raise SampleFailed(f"the group's {self._config.group_deadline_seconds:g} s are used up, the last attempt: {problem}") from problem
+
+
+def _rollout(prompt: IntArray, generation: Generation, reward: Reward, engine: Engine) -> Rollout:
+    start, total = len(prompt), len(prompt) + len(generation.output_ids)
+    tokens = np.empty(total, dtype=np.int32)
+    tokens[:start], tokens[start:] = prompt, generation.output_ids
+    mask = np.zeros(total, dtype=np.uint8)
+    mask[start:] = 1
+    logprobs = np.zeros(total, dtype=np.float32)
+    logprobs[start:] = generation.logprobs
+    return Rollout(
+        tokens=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        spans=tuple(Span(version=span.version, start=span.start + start, end=span.end + start) for span in generation.spans),
+        reward=reward.value,
+        finish_reason=generation.finish_reason,
+        engine_id=engine.id,
+    )

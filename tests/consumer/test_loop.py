@@ -1,0 +1,150 @@
+"""Training on real Redis with a producer in the test: what is trained, witnessed, published and kept; how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer.audit import read_audit
+from buffer.contract import RunState
+from buffer.redis_ledger import RedisLedger
+from buffer.report import totals
+from buffer.witness import read_witness
+from consumer.config import TrainerDaemonConfig
+from consumer.daemon import run_trainer
+from consumer.journal import read_journal
+from protocol.config import validate
+from protocol.connection import Client
+from protocol.errors import Fenced
+from protocol.identity import identify
+from protocol.keys import Keys
+from protocol.messages import Edge, TrainerStatus
+from protocol.presence import Presence
+from weightsync.channel import Channel
+
+pytestmark = pytest.mark.redis
+Tables = Callable[..., dict[str, dict[str, Any]]]
+
+
+def configured(tables: dict[str, dict[str, Any]]) -> TrainerDaemonConfig:
+    config = validate(TrainerDaemonConfig, tables, source="test")
+    config.check()
+    return config
+
+
+async def trained(config: TrainerDaemonConfig, client: Client, *, new: bool = True, stop: asyncio.Event | None = None) -> None:
+    keys = Keys(config.run.name)
+    identity = identify(config.run, config.model, config.data, config.rollout)
+    await run_trainer(config, RedisLedger(client, keys), client, keys, stop or asyncio.Event(), new_as=identity if new else None)
+
+
+async def test_a_run_trains_every_group_once_and_its_records_agree(redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]):
+    config = configured(make_config(stop__steps=9))
+    producing(keys)
+    await trained(config, redis)
+
+    witness = read_witness(config.run.folder / "witness.jsonl")
+    assert [line.step for line in witness] == list(range(1, 10))
+    assert [seq for line in witness for seq in line.seqs] == list(range(36))
+    status = await RedisLedger(redis, keys).status()
+    report = totals(await read_audit(config.run.folder / "audit.jsonl", redis, keys), witness, status)
+    assert report.disagreements == ()
+    assert (report.groups_trained, report.groups_lost, report.groups_duplicated, report.steps_trained) == (36, 0, 0, 9)
+    assert (status.state, status.trained) == (RunState.DRAINING, 9)
+
+    newest = await Channel(redis, keys).newest()
+    assert newest is not None
+    assert (str(newest.version), newest.digest) == ("1:9", witness[-1].digest)
+    assert [(one.step, one.digest) for one in status.checkpoints] == [(8, witness[7].digest), (9, witness[8].digest)]
+    kept = sorted(path.name for path in (config.checkpoint_folder).iterdir())
+    assert kept == ["step-000008-1", "step-000009-1"]
+    journal = read_journal((config.checkpoint_folder / "step-000009-1" / "journal.msgpack").read_bytes())
+    assert {step: [header.seq for chunk in chunks for header in chunk.headers] for step, chunks in journal.items()} == {
+        line.step: list(line.seqs) for line in witness if line.step > 4
+    }
+    lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines] == [f"1:{step}" for step in range(1, 10)]
+    assert lines[-1]["tokens_total"] == sum(line.tokens for line in witness)
+    assert all(sum(line["staleness"].values()) == line["tokens"] for line in lines)
+    assert await Presence(redis, keys, "trainer", TrainerStatus).members() == []
+
+
+async def test_a_waiting_trainer_says_for_what_and_since_when_and_stops_at_the_last_whole_step(
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]
+):
+    config, stop = configured(make_config()), asyncio.Event()
+    producing(keys, limit=4 * 2 + 2)
+    presence = Presence(redis, keys, "trainer", TrainerStatus)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(trained(config, redis, stop=stop))
+        while not ((members := await presence.members()) and members[0].trained == 2 and members[0].waiting_for is Edge.NO_GROUP):
+            await asyncio.sleep(0.05)
+        assert members[0].waiting_since > 0
+        assert (members[0].step, members[0].incarnation) == (3, 1)
+        stop.set()
+    ledger = RedisLedger(redis, keys)
+    status = await ledger.status()
+    assert (status.state, status.trained, [one.step for one in status.checkpoints]) == (RunState.DRAINING, 2, [2])
+    assert [line.step for line in read_witness(config.run.folder / "witness.jsonl")] == [1, 2]
+    assert status.leased == 2, "a journalled chunk is not given back"
+
+
+async def test_a_stopped_run_resumes_to_the_bits_of_an_unbroken_one(redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]):
+    other = Keys(f"{keys.run}-b")
+    whole, parts = configured(make_config(stop__steps=7)), configured(make_config(other.run, stop__steps=3))
+    producing(keys)
+    await trained(whole, redis)
+    producing(other)
+    await trained(parts, redis)
+    producing(other, engine=False)
+    await trained(configured(make_config(other.run, stop__steps=7)), redis, new=False)
+    first, second = (read_witness(config.run.folder / "witness.jsonl") for config in (whole, parts))
+    assert [(line.step, line.seqs, line.digest) for line in first] == [(line.step, line.seqs, line.digest) for line in second]
+    assert [(line.incarnation, line.parent, line.fork_step) for line in second] == [(1, 0, 0)] * 3 + [(2, 1, 3)] * 4
+
+
+async def test_a_replaced_trainer_is_fenced_and_changes_nothing(redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]):
+    config = configured(make_config())
+    producing(keys, limit=4)
+    ledger = RedisLedger(redis, keys)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            group.create_task(trained(config, redis))
+            while not (config.run.folder / "metrics.jsonl").exists() or (await ledger.status()).trained < 1:
+                await asyncio.sleep(0.05)
+            await ledger.attach(None, trainer_id="another")
+    assert raised.value.split(Fenced)[1] is None, "nothing but Fenced ended it"
+    status = await ledger.status()
+    assert (status.incarnation, status.trained, status.state, status.checkpoints) == (2, 0, RunState.OPEN, ())
+    assert [line.step for line in read_witness(config.run.folder / "witness.jsonl")] == [1]
+
+
+@pytest.mark.parametrize(("key", "value", "steps"), [("tokens", 1, 1), ("reward", 1e-9, 20), ("seconds", 1e-6, 1)])
+async def test_each_stop_criterion_ends_the_run_at_a_step(
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], key: str, value: float, steps: int
+):
+    tables = make_config()
+    tables["stop"] = {key: value}
+    config = configured(tables)
+    producing(keys)
+    await trained(config, redis)
+    assert (await RedisLedger(redis, keys).status()).trained == steps
+    events = await read_audit(config.run.folder / "audit.jsonl", redis, keys)
+    assert [event.fields["reason"] for event in events if event.op == "drained"] == [f"stop.{key} {value:g}"]
+
+
+async def test_the_trust_region_and_group_mean_train_too(redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]):
+    config = configured(make_config(trainer__loss="trust_region", trainer__advantage="group_mean", weights__publish_every=2, stop__steps=3))
+    producing(keys)
+    await trained(config, redis)
+    lines = [orjson.loads(line) for line in (config.run.folder / "metrics.jsonl").read_bytes().splitlines()]
+    assert len(lines) == 3
+    assert all(line["grad_norm"] > 0 for line in lines)
+    newest = await Channel(redis, keys).newest_version()
+    assert str(newest) == "1:3", "the final version is published whatever the interval"

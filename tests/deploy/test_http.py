@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.config import HttpConfig, ReaderConfig, bind, listen
+from deploy.http import app as http
+from deploy.snapshot import PictureSource, picture_source
+from protocol.config import RedisConfig, RunConfig
+from protocol.connection import Client
+from protocol.errors import ConfigError
+from protocol.keys import Keys
+
+pytestmark = pytest.mark.redis
+Make = Callable[[], Awaitable[object]]
+
+
+@contextlib.asynccontextmanager
+async def service(source: PictureSource) -> AsyncIterator[Callable[[str], Awaitable[tuple[int, Any]]]]:
+    listener = listen("127.0.0.1", 0)
+    base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        async with http.running(source, listener), aiohttp.ClientSession() as session:
+
+            async def get(path: str) -> tuple[int, Any]:
+                async with session.get(base + path) as answer:
+                    return answer.status, (await answer.json() if answer.content_type == "application/json" else await answer.text())
+
+            yield get
+    finally:
+        listener.close()
+
+
+async def test_staleness_is_by_token_of_what_was_trained_and_names_the_lag_of_each_engine(redis: Client, keys: Keys, small_run: Make):
+    await small_run()
+    async with service(PictureSource(redis, keys)) as get:
+        status, body = await get("/v1/staleness")
+    assert status == 200
+    assert body["total"] == {"count": 18, "mean": pytest.approx(1 / 3), "p50": 0, "p99": 1, "max": 1, "histogram": {"0": 12, "1": 6}}
+    assert body["recent"] == body["total"]
+    assert body["ready"]["histogram"] == {"1": 10}, "one READY group by 1:0, and step 1 is trained"
+    assert body["publish_lag"]["histogram"] == {"0": 30}
+    assert body["masked_tokens"] == 2
+    assert body["complete"] is True
+    assert body["engines"] == [
+        {"engine_id": "engine-0", "version": "1:0", "lag_steps": 1},
+        {"engine_id": "engine-1", "version": "1:1", "lag_steps": 0},
+    ]
+
+
+async def test_buffer_is_the_ledger_as_it_is(redis: Client, keys: Keys, small_run: Make):
+    await small_run()
+    async with service(PictureSource(redis, keys)) as get:
+        status, body = await get("/v1/buffer")
+    assert status == 200
+    assert (body["generating"], body["ready"], body["leased"], body["trained_groups"], body["trained"]) == (0, 1, 0, 2, 1)
+    assert body["admission_limit"] == 4
+    assert body["state"] == "open"
+
+
+async def test_members_say_what_they_report(redis: Client, keys: Keys, small_run: Make):
+    await small_run()
+    async with service(PictureSource(redis, keys)) as get:
+        engines, producers, trainers, weights = [(await get(f"/v1/{name}"))[1] for name in ("engines", "producers", "trainers", "weights")]
+    assert [(engine["engine_id"], engine["state"], engine["version"], engine["lag_steps"]) for engine in engines["members"]] == [
+        ("engine-0", "routable", "1:0", 1),
+        ("engine-1", "routable", "1:1", 0),
+    ]
+    assert producers["members"][0]["waiting_for"] == "no slot"
+    assert trainers["members"][0]["trained"] == 1
+    assert (weights["newest"], weights["publish_lag_steps"], weights["published"], weights["applied"]) == ("1:1", 0, 2, 3)
+
+
+async def test_metrics_are_prometheus_text_with_the_figures(redis: Client, keys: Keys, small_run: Make):
+    await small_run()
+    async with service(PictureSource(redis, keys)) as get:
+        status, text = await get("/metrics")
+    assert status == 200
+    samples = {(sample.name, *sorted(sample.labels.items())): sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    run = ("run", keys.run)
+    assert samples["rollstream_redis_up", run] == 1
+    assert samples["rollstream_buffer_groups", run, ("state", "ready")] == 1
+    assert samples["rollstream_trained_staleness_steps_bucket", ("le", "0.0"), run] == 12
+    assert samples["rollstream_trained_staleness_steps_count", run] == 18
+    assert samples["rollstream_trained_staleness_steps_sum", run] == 6
+    assert samples["rollstream_engine_lag_steps", ("engine", "engine-0"), run] == 1
+    assert samples["rollstream_waiting_seconds", ("edge", "no slot"), ("member", "producer-0"), run] >= 3
+    assert samples["rollstream_trained_tokens_total", run] == 18
+
+
+async def test_without_a_run_the_answer_says_so_and_metrics_still_answer(redis: Client, keys: Keys):
+    async with service(PictureSource(redis, keys)) as get:
+        status, body = await get("/v1/staleness")
+        assert status == 404
+        assert keys.run in body["error"]
+        assert "--new" in body["what_to_do"]
+        status, text = await get("/metrics")
+    assert status == 200
+    assert f'rollstream_run_present{{run="{keys.run}"}} 0.0' in text
+
+
+async def test_health_is_of_the_process_and_readiness_of_redis(redis: Client, keys: Keys, tmp_path: Path):
+    async with service(PictureSource(redis, keys)) as get:
+        assert await get("/healthz") == (200, {"status": "ok"})
+        assert await get("/readyz") == (200, {"status": "ready"})
+    async with picture_source(f"unix://{tmp_path}/nobody.sock", "r", deadline_s=0.0) as away, service(away) as get:
+        assert (await get("/healthz"))[0] == 200
+        for path in ("/readyz", "/v1/buffer"):
+            status, body = await get(path)
+            assert status == 503
+            assert "Redis" in body["error"]
+        status, text = await get("/metrics")
+        assert status == 200
+        assert 'rollstream_redis_up{run="r"} 0.0' in text
+
+
+async def test_an_unknown_path_names_the_known_ones(redis: Client, keys: Keys):
+    async with service(PictureSource(redis, keys)) as get:
+        status, body = await get("/v1/stalenes")
+    assert status == 404
+    assert "/v1/staleness" in body["what_to_do"]
+
+
+async def test_only_get_is_answered(redis: Client, keys: Keys):
+    listener = listen("127.0.0.1", 0)
+    async with http.running(PictureSource(redis, keys), listener), aiohttp.ClientSession() as session:
+        async with session.post(f"http://127.0.0.1:{listener.getsockname()[1]}/v1/buffer") as answer:
+            assert answer.status == 405
+            assert (await answer.json())["what_to_do"] == "use GET"
+    listener.close()
+
+
+def test_a_taken_port_is_a_configuration_error_that_names_the_key():
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"http\.port {port}.*choose another"):
+            bind(HttpConfig(port=port))
+
+
+def test_port_0_means_no_service():
+    assert bind(HttpConfig(port=0)) is None
+
+
+async def test_serve_refuses_without_a_port(tmp_path: Path):
+    import asyncio
+
+    config = ReaderConfig(run=RunConfig(name="r"), redis=RedisConfig(url="redis://127.0.0.1:1"), http=HttpConfig(port=0))
+    with pytest.raises(ConfigError, match=r"http\.port 0"):
+        await http.serve(config, asyncio.Event())

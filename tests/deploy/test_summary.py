@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from buffer.config import BufferConfig
+from buffer.redis_ledger import RedisLedger
+from deploy.summary import read_summary, spread, summarise, table, window_means, write_summary
+from protocol.connection import Client
+from protocol.identity import RunIdentity
+from protocol.keys import Keys
+from tests.deploy.recorded import Recorder, ledger_status, small_run
+
+
+def test_every_promised_figure_is_there() -> None:
+    run = small_run()
+    summary = summarise(run.events, run.witness)
+    promised = """steps groups_reserved groups_trained groups_released groups_lost groups_duplicated staleness reward tokens_generated tokens_trained seconds
+        trainer_busy_fraction engine_busy_fraction weight_updates engine_pause_seconds"""
+    assert set(promised.split()) <= set(summary)
+
+
+def test_figures_of_a_small_run() -> None:
+    run = small_run()
+    summary = summarise(run.events, run.witness, status=ledger_status(), resources={"peak_pss_bytes": 5, "cpu_seconds": {"trainer": 2.0}, "restarts": {}})
+    assert (summary["steps"], summary["groups_reserved"], summary["groups_trained"]) == (2, 4, 4)
+    assert (summary["groups_lost"], summary["groups_duplicated"], summary["over_k_tokens"], summary["steps_over_k"]) == (0, 0, 0, 0)
+    assert summary["disagreements"] == []
+    assert summary["staleness"] == {"mean": 0.625, "p50": 0, "p99": 2, "max": 2, "histogram": {"0": 20, "1": 15, "2": 5}}
+    assert summary["heldout"] == {"first": 0.25, "last": 0.75, "best": 0.75}
+    assert summary["engine_pause_seconds"] == {"mean": pytest.approx(0.02), "max": 0.03}
+    assert (summary["trainer_busy_fraction"], summary["engine_busy_fraction"], summary["seconds"]) == (0.25, 0.25, 8.0)
+    assert summary["engines"] == {"engine-0": {"version": "1:2", "at_final": True, "updates": 3, "boots": 1, "went_back": 0}}
+    assert (summary["tokens_generated"], summary["tokens_trained"], summary["masked_tokens"]) == (40, 40, 2)
+    assert (summary["weights_published"], summary["weight_updates"], summary["final_version"]) == (3, 3, "1:2")
+    assert (summary["peak_pss_bytes"], summary["cpu_seconds"]) == (5, {"trainer": 2.0})
+
+
+def test_an_engine_that_goes_back_is_counted_and_one_that_starts_again_is_not() -> None:
+    run = small_run()
+    run.applied(11, "1:1")
+    backward = summarise(run.events, run.witness)["engines"]["engine-0"]
+    assert (backward["went_back"], backward["at_final"]) == (1, False)
+    run.event(12, "engine_started", engine_id="engine-0", boot_nonce="boot:b")
+    run.applied(13, "1:0", boot="boot:b")
+    assert summarise(run.events, run.witness)["engines"]["engine-0"]["went_back"] == 1
+
+
+def test_an_engine_that_started_again_and_took_nothing_is_not_at_the_final_version() -> None:
+    run = small_run()
+    run.event(12, "engine_started", engine_id="engine-0", boot_nonce="boot:b")
+    assert not summarise(run.events, run.witness)["engines"]["engine-0"]["at_final"]
+
+
+def test_tokens_over_k_are_found_in_every_incarnation() -> None:
+    run = small_run()
+    run.trained(11, 3, [4, 5], reward=0.5, staleness={"3": 1, "4": 7})
+    summary = summarise(run.events, run.witness)
+    assert (summary["over_k_tokens"], summary["steps_over_k"]) == (7, 1)
+
+
+def test_a_group_that_nobody_has_is_lost_and_without_the_ledger_nobody_can_tell() -> None:
+    run = small_run()
+    run.event(11, "reserved", owner="p", slots=[[4, 1]])
+    lost = [summarise(run.events, run.witness, status=status)["groups_lost"] for status in (ledger_status(), ledger_status(outstanding=1), None)]
+    assert lost == [1, 0, None]
+
+
+def test_a_group_that_was_trained_twice_is_counted() -> None:
+    run = small_run()
+    run.trained(11, 3, [3], reward=0.5, staleness={"0": 1})
+    assert summarise(run.events, run.witness)["groups_duplicated"] == 1
+
+
+def test_a_witness_and_an_audit_that_contradict_each_other_are_told() -> None:
+    run = small_run()
+    assert "step 2 of incarnation 1" in summarise(run.events, run.witness[:1])["disagreements"][0]
+
+
+async def test_the_summary_of_a_real_run_counts_what_is_still_in_redis(redis: Client, keys: Keys, tmp_path: Path) -> None:
+    ledger = RedisLedger(redis, keys)
+    await ledger.create(RunIdentity(schema_major=1, seed=0, group_size=1, dataset="d", tokenizer="t"), BufferConfig(groups_per_step=1))
+    await ledger.attach(None, trainer_id="t")
+    (tmp_path / "resources.json").write_bytes(b'{"peak_pss_bytes": 7}')
+    await write_summary(tmp_path, redis, keys)
+    summary = read_summary(tmp_path)
+    assert (summary["groups_lost"], summary["incarnations"], summary["max_staleness"], summary["peak_pss_bytes"]) == (0, 1, 8, 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resources.json", "summary.json"]
+
+
+def test_a_run_that_did_nothing_has_a_summary_and_a_table() -> None:
+    run = Recorder()
+    run.begin()
+    summary = summarise(run.events, run.witness)
+    assert (summary["steps"], summary["reward"]["first"], summary["trainer_busy_fraction"]) == (0, None, None)
+    assert "none" in _text(summary)
+
+
+def test_the_table_says_what_a_reader_asks_first() -> None:
+    run = small_run()
+    text = _text(summarise(run.events, run.witness, status=ledger_status()))
+    for said in ("2 in 8 s", "4 reserved, 4 trained, 0 lost, 0 duplicated", "p99 2, max 2 of 3 steps", "engine-0 at 1:2"):
+        assert said in text
+
+
+def test_reward_figures_are_means_over_twenty_steps() -> None:
+    means = window_means([0.0] * 20 + [1.0] * 20)
+    assert (len(means), means[0], means[10], means[-1]) == (21, 0.0, 0.5, 1.0)
+
+
+def test_percentiles_are_by_tokens() -> None:
+    found = spread(Counter({0: 98, 5: 2}))
+    assert (found["mean"], found["p50"], found["p99"], found["max"]) == (0.1, 0, 5, 5)
+    assert spread(Counter())["p99"] is None
+
+
+def _text(summary: dict[str, object]) -> str:
+    console = Console(width=200, file=StringIO(), record=True)
+    console.print(table(summary))
+    return console.export_text()

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import aiohttp
+import numpy as np
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from producer.engine.client import EngineClient, Sampling
+from protocol.errors import EngineUnavailable, SampleFailed
+from protocol.messages import Span
+from protocol.versions import Version
+
+SAMPLING = Sampling(max_new_tokens=3)
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def good(tokens: int = 3) -> dict[str, Any]:
+    """What SGLang answers, as far as the client reads it."""
+    ids = [5 + i for i in range(tokens)]
+    return {
+        "text": "abc",
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": tokens},
+            "weight_version": "1:4",
+            "weight_versions": [{"version": "1:3", "start": 0, "end": 1}, {"version": "1:4", "start": 1, "end": tokens}],
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        },
+    }
+
+
+class StagedServer:
+    """A real HTTP server that answers `/generate` with whatever is staged, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.answer: Any = good()
+        self.status = 200
+        self.handler: Handler | None = None
+        self.bodies: list[Any] = []
+        self.aborted: list[str] = []
+        self.url = ""
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        self.bodies.append(await http.json())
+        if self.handler is not None:
+            return await self.handler(http)
+        raw = self.answer if isinstance(self.answer, bytes) else json.dumps(self.answer).encode()
+        return web.Response(body=raw, status=self.status, content_type="application/json")
+
+    async def abort(self, http: web.Request) -> web.Response:
+        self.aborted.append((await http.json())["rid"])
+        return web.Response()
+
+
+@pytest_asyncio.fixture
+async def staged() -> AsyncIterator[StagedServer]:
+    server, app = StagedServer(), web.Application()
+    app.router.add_post("/generate", server.generate)
+    app.router.add_post("/abort_request", server.abort)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield server
+    await runner.cleanup()
+
+
+@pytest.fixture
+def client(session: aiohttp.ClientSession) -> EngineClient:
+    return EngineClient(session)
+
+
+def ask(client: EngineClient, server: Any, **options: Any) -> Awaitable[Any]:
+    return client.generate(server.url, [1, 2], **({"sampling": SAMPLING, "rid": "r-1", "deadline_s": 10.0} | options))
+
+
+async def test_an_answer_becomes_arrays_and_spans(client, staged):
+    generation = await ask(client, staged)
+    assert generation.output_ids.tolist() == [5, 6, 7]
+    assert (generation.output_ids.dtype, generation.logprobs.dtype) == (np.int32, np.float32)
+    assert generation.logprobs.tolist() == [-0.5] * 3
+    assert generation.spans == (Span(version=Version(1, 3), start=0, end=1), Span(version=Version(1, 4), start=1, end=3))
+    assert (generation.finish_reason, generation.text, generation.weight_version) == ("length", "abc", Version(1, 4))
+
+
+async def test_only_what_differs_from_the_defaults_is_asked_for(client, staged):
+    await ask(client, staged)
+    full = Sampling(max_new_tokens=3, temperature=0.5, top_p=0.9, top_k=5, stop=("x",), stop_token_ids=(7,), ignore_eos=True)
+    await ask(client, staged, sampling=full)
+    plain, rich = staged.bodies
+    assert plain == {"input_ids": [1, 2], "rid": "r-1", "return_logprob": True, "sampling_params": {"max_new_tokens": 3, "temperature": 1.0}}
+    assert rich["sampling_params"] == {
+        "max_new_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["x"], "stop_token_ids": [7], "ignore_eos": True,
+    }  # fmt: skip
+
+
+async def test_without_spans_all_tokens_count_as_the_version_acked_before(client, staged):
+    del staged.answer["meta_info"]["weight_versions"]
+    generation = await ask(client, staged, assumed=Version(1, 2))
+    assert generation.spans == (Span(version=Version(1, 2), start=0, end=3),)
+    assert generation.weight_version == Version(1, 2)
+    with pytest.raises(SampleFailed, match="no version was acked"):
+        await ask(client, staged)
+
+
+def change(**fields: Any) -> dict[str, Any]:
+    """A good answer with fields of it or of its meta_info replaced."""
+    answer = good()
+    for key, value in fields.items():
+        (answer if key in answer else answer["meta_info"])[key] = value
+    return answer
+
+
+def entries(*logprobs: Any) -> list[Any]:
+    return [[logprob, 5 + i, None] for i, logprob in enumerate(logprobs)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"", "not JSON"),
+        (b"<html>502</html>", "not JSON"),
+        (b'{"output_ids": [1', "not JSON"),
+        (b'{"text": NaN}', "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        ([], "answer: expected dict, got list"),
+        ({}, "meta_info: expected dict, got nothing"),
+        (change(output_ids=None), "output_ids: expected list"),
+        (change(output_ids=[]), "0 tokens, expected 1 to 3"),
+        (good(4), "4 tokens, expected 1 to 3"),
+        (change(output_ids=[5, 6, "7"]), "expected token ids"),
+        (change(output_ids=[5, 6, -7]), "expected token ids"),
+        (change(output_ids=[5, 6, 1 << 40]), "expected token ids"),
+        (change(output_token_logprobs=None), "output_token_logprobs: expected list, got nothing"),
+        (change(output_token_logprobs=entries(-1.0, -1.0)), "2 entries for 3 tokens"),
+        (change(output_token_logprobs=entries(-1.0, None, -1.0)), r"output_token_logprobs\[1\]"),
+        (change(output_token_logprobs=entries(-1.0, "x", -1.0)), r"output_token_logprobs\[1\]"),
+        (change(output_token_logprobs=[[-1.0, 9, None]] * 3), r"output_token_logprobs\[0\]"),
+        (change(output_token_logprobs=[-1.0] * 3), r"output_token_logprobs\[0\]"),
+        (change(output_token_logprobs=entries(-1.0, 0.7, -1.0)), "outside"),
+        (change(output_token_logprobs=entries(-1.0, -1e39, -1.0)), "outside"),
+        (change(finish_reason=None), "finish_reason: expected dict"),
+        (change(finish_reason={"type": "tired"}), "expected stop, length or abort"),
+        (change(finish_reason={"type": "abort", "message": "Aborted"}), "aborted it after 3 tokens"),
+        (change(text=None), "text: expected str"),
+        (change(weight_versions=[]), "cover 0 of 3 tokens"),
+        (change(weight_versions=[{"version": "1:3", "start": 0, "end": 2}]), "cover 2 of 3 tokens"),
+        (change(weight_versions=[{"version": "1:3", "start": 1, "end": 3}]), "expected to go on from 0"),
+        (change(weight_versions=[{"version": "1:3", "start": 0, "end": 0}]), "expected to go on from 0"),
+        (change(weight_versions=[{"version": "default", "start": 0, "end": 3}]), 'got \'default\', expected "incarnation:n"'),
+        (change(weight_versions=[{"version": "boot:c0ffee", "start": 0, "end": 3}]), "boot:c0ffee"),
+        (change(weight_versions=["1:3"]), "expected an object"),
+    ],
+)
+async def test_nothing_that_must_not_be_trained_on_gets_through(client, staged, answer, message):
+    staged.answer = answer
+    with pytest.raises(SampleFailed, match=message):
+        await ask(client, staged)
+
+
+async def test_an_aborted_response_is_accepted_only_on_request_and_with_tokens(client, staged):
+    staged.answer = change(finish_reason={"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
+    generation = await ask(client, staged, accept_partial=True)
+    assert (generation.finish_reason, len(generation.output_ids)) == ("abort", 3)
+    staged.answer |= {"output_ids": []}
+    with pytest.raises(SampleFailed, match="aborted it after 0 tokens"):
+        await ask(client, staged, accept_partial=True)
+
+
+async def test_rounding_above_zero_is_taken_as_zero(client, staged):
+    staged.answer = change(output_token_logprobs=entries(-1.0, 1e-6, -1.0))
+    assert (await ask(client, staged)).logprobs.max() == 0
+
+
+@pytest.mark.parametrize(("status", "error"), [(400, SampleFailed), (404, SampleFailed), (500, SampleFailed), (503, EngineUnavailable)])
+async def test_an_error_status_is_told_with_the_engines_words(client, staged, status, error):
+    staged.status, staged.answer = status, {"error": {"message": "no such luck"}}
+    with pytest.raises(error, match=f"answered {status}: .*no such luck"):
+        await ask(client, staged)
+
+
+async def test_a_hanging_engine_fails_the_sample_at_its_deadline_and_is_told_to_abort(client, staged):
+    async def hang(_: web.Request) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    staged.handler = hang
+    with pytest.raises(SampleFailed, match="no answer within 0.05 s"):
+        await ask(client, staged, deadline_s=0.05)
+    assert staged.aborted == ["r-1"]
+
+
+async def test_a_connection_cut_before_or_within_the_answer_means_the_engine_is_away(client, staged):
+    async def reset(http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        http.transport.abort()
+        return web.Response()
+
+    async def cut(http: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Length": "1000"})
+        await answer.prepare(http)
+        await answer.write(b"{")
+        assert http.transport is not None
+        http.transport.abort()
+        return answer
+
+    for handler in (reset, cut):
+        staged.handler = handler
+        with pytest.raises((EngineUnavailable, SampleFailed)):
+            await ask(client, staged)
+
+
+async def test_what_is_not_http_fails_the_sample(client):
+    async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(struct.pack(">I", 7) + b"not http at all\r\n\r\n")
+        await writer.drain()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises((EngineUnavailable, SampleFailed)):
+            await client.generate(f"http://127.0.0.1:{port}", [1], sampling=SAMPLING, rid="x", deadline_s=5.0)
+
+
+async def test_nobody_listening_means_the_engine_is_away(client, staged):
+    async with await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+    with pytest.raises(EngineUnavailable, match="Connect"):
+        await client.generate(f"http://127.0.0.1:{port}", [1], sampling=SAMPLING, rid="x", deadline_s=5.0)
+
+
+async def test_an_api_key_is_sent(session, staged):
+    seen: list[str | None] = []
+
+    async def look(http: web.Request) -> web.StreamResponse:
+        seen.append(http.headers.get("Authorization"))
+        return web.json_response(good())
+
+    staged.handler = look
+    await ask(EngineClient(session, api_key="k"), staged)
+    await ask(EngineClient(session), staged)
+    assert seen == ["Bearer k", None]
+
+
+async def test_the_embedded_engine_is_driven_as_it_is(client, engine):
+    generations = await asyncio.gather(
+        *(client.generate(engine.url, [1, 4 + i % 3], sampling=Sampling(max_new_tokens=4, ignore_eos=True), rid=f"e{i}", deadline_s=20) for i in range(20))
+    )
+    assert all(len(one.output_ids) == 4 and one.spans == (Span(version=Version(1, 0), start=0, end=4),) for one in generations)
+    with pytest.raises(SampleFailed, match="answered 400: .*maximum context length of 512"):
+        await client.generate(engine.url, [1], sampling=Sampling(max_new_tokens=600), rid="long", deadline_s=20)
+
+
+async def test_a_cancelled_call_is_aborted_at_the_embedded_engine(client, engine):
+    task = asyncio.create_task(client.generate(engine.url, [1], sampling=Sampling(max_new_tokens=500, ignore_eos=True), rid="c", deadline_s=20))
+    async with asyncio.timeout(10):
+        while engine.idle:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await engine.until_idle()

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from producer.engine.config import EngineConfig
+
+
+def test_the_defaults_are_an_embedded_engine_on_a_free_local_port():
+    config = EngineConfig()
+    assert (config.kind, config.host, config.port, config.dtype) == ("embedded", "127.0.0.1", 0, "float32")
+
+
+def test_ports_of_all_engines_must_exist():
+    with pytest.raises(ValidationError, match="port 65535 leaves no room for 2 engines"):
+        EngineConfig(port=65535, count=2)
+    assert EngineConfig(port=65535).port == 65535
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"torch_threads": 0}, {"dtype": "float8"}, {"kind": "vllm"}, {"slot": 3}])
+def test_what_no_engine_could_do_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        EngineConfig(**wrong)

@@ -1,0 +1,166 @@
+"""The daemon as a process: exit codes, messages, and what it leaves in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.contract import RunState
+from protocol.messages import ProducerStatus
+from protocol.presence import Presence
+from protocol.wakeups import Topic
+
+ROOT = Path(__file__).parents[2]
+
+
+async def start(config: Path, *arguments: str) -> asyncio.subprocess.Process:
+    with config.with_suffix(".log").open("a") as log:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "/tmp/dbg/wrap.py", "-c", str(config), *arguments),
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=log,
+        )
+
+
+async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str]:
+    """Exit code and messages."""
+    log = stage.folder / "run.log"
+    try:
+        async with asyncio.timeout(20):
+            code = await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        pytest.fail(f"did not end: {log.read_text()}")
+    return code, log.read_text()
+
+
+async def until(stage: Any, condition: Any, *topics: Topic) -> Any:
+    """The status of the ledger once `condition(status)` holds."""
+    async with asyncio.timeout(20):
+        while True:
+            mark = stage.wakeups.mark(*topics)
+            status = await stage.ledger.status()
+            if condition(status):
+                return status
+            await stage.wakeups.wait(*topics, since=mark, timeout_s=0.2)
+
+
+async def test_it_fills_the_buffer_and_on_sigterm_gives_back_what_it_cannot_finish(stage: Any) -> None:
+    await stage.create(stage.config(), pipeline_depth=1.0)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: "hang" if len(engine.requests) > 4 else "ok"
+    process = await start(stage.file(producer={"drain_seconds": 0.2}), "--index", "3")
+
+    await until(stage, lambda status: status.ready == 2 and status.generating == 2, Topic.READY)
+    process.send_signal(signal.SIGTERM)
+    code, messages = await end(stage, process)
+
+    assert code == 0, messages
+    status = await stage.ledger.status()
+    assert (status.ready, status.generating, status.released) == (2, 0, 2)
+    assert {event["reason"] for event in await stage.audit("released")} == {"given_back"}
+    assert [event["producer_id"] for event in await stage.audit("put")] == ["producer-3"] * 2
+    assert await Presence(stage.redis, stage.keys, "producer", ProducerStatus).members() == []
+
+
+async def test_groups_under_way_at_sigterm_are_finished_within_the_drain(stage: Any) -> None:
+    await stage.create(stage.config(), pipeline_depth=0.5)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: "hang"
+    process = await start(stage.file(producer={"drain_seconds": 20.0}))
+
+    await until(stage, lambda status: status.generating == 2, Topic.READY)
+    await engine.arrived.wait()
+    process.send_signal(signal.SIGTERM)
+    engine.go.set()
+    code, messages = await end(stage, process)
+
+    assert code == 0, messages
+    status = await stage.ledger.status()
+    assert (status.generating, status.released) == (0, 0)
+    assert status.ready >= 2
+
+
+async def test_it_waits_for_the_run_and_ends_with_it(stage: Any) -> None:
+    config = stage.config()
+    engine = await stage.engine("a")
+    process = await start(stage.file(), "--index", "0")
+    presence = Presence(stage.redis, stage.keys, "producer", ProducerStatus)
+    async with asyncio.timeout(20):
+        while not (members := await presence.members()):
+            await asyncio.sleep(0.05)
+    assert [str(member.waiting_for) for member in members] == ["no run"]
+
+    await stage.create(config)
+    await until(stage, lambda status: status.ready == 5, Topic.READY)
+    await stage.ledger.drain(1, "test")
+    code, messages = await end(stage, process)
+
+    assert code == 0, messages
+    assert len(engine.requests) == 10
+    status = await stage.ledger.status()
+    assert (status.state, status.generating) == (RunState.DRAINING, 0)
+    assert await presence.members() == []
+
+
+async def test_a_run_with_another_group_size_is_not_joined(stage: Any) -> None:
+    await stage.create(stage.config())
+    before = {key: await stage.redis.dump(key) async for key in stage.redis.scan_iter(match=stage.keys.key("*"))}
+    code, messages = await end(stage, await start(stage.file(rollout={"group_size": 4})))
+
+    assert code == 2
+    assert "rollout.group_size: the run has 2, this process 4" in messages
+    assert "Traceback" not in messages
+    assert {key: await stage.redis.dump(key) async for key in stage.redis.scan_iter(match=stage.keys.key("*"))} == before
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"redis": {"url": "unix:///nowhere/redis.sock"}}, "redis.url unix:///nowhere/redis.sock: no answer"),
+        ({"producer": {"max_inflight_group": 3}}, "did you mean producer.max_inflight_groups?"),
+        ({"data": {"path": "missing.jsonl"}}, "data.path missing.jsonl"),
+        ({"reward": {"kind": "function", "function": "nowhere:score"}}, "reward.function nowhere:score: cannot import nowhere"),
+        ({"run": {"name": "a b"}}, "run.name 'a b'"),
+    ],
+)
+async def test_bad_input_ends_with_2_and_a_message_and_writes_nothing(stage: Any, sections: Any, expected: str) -> None:
+    code, messages = await end(stage, await start(stage.file(**sections)))
+    assert code == 2, messages
+    assert expected in messages
+    assert "Traceback" not in messages
+    assert [key async for key in stage.redis.scan_iter(match=f"*{stage.keys.run}*")] == []
+
+
+async def test_the_first_evaluation_comes_before_any_group_and_the_final_one_after_the_end(stage: Any, tmp_path: Path) -> None:
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"?{i}", "label": label}) + "\n" for i, label in enumerate(["1234", "no", "1234", "no"])))
+    sections = {"eval": {"path": str(held_out), "every_seconds": 3600.0}}
+    await stage.create(stage.config(**sections))
+    engine = await stage.engine("a")
+    first, second = await start(stage.file(**sections), "--index", "0"), await start(stage.file(**sections), "--index", "1")
+
+    await until(stage, lambda status: status.ready == 5, Topic.READY)
+    await stage.ledger.drain(1, "test")
+    codes = [await end(stage, process) for process in (first, second)]
+
+    assert [code for code, _ in codes] == [0, 0], codes
+    evaluations = await stage.audit("eval")
+    assert [(e["phase"], e["samples"], e["reward"], e["exact"], e["versions"]) for e in evaluations] == [
+        ("first", 4, 0.5, 0.5, ["1:0"]),
+        ("final", 4, 0.5, 0.5, ["1:0"]),
+    ]
+    temperatures = [request["sampling_params"]["temperature"] for request in engine.requests]
+    assert temperatures == [0.0] * 4 + [1.0] * 10 + [0.0] * 4
+    audit = [fields[b"op"].decode() for _, fields in await stage.redis.xrange(stage.keys.audit)]
+    assert audit.index("eval") < audit.index("reserved")

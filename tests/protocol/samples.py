@@ -1,0 +1,186 @@
+"""One of every message with every field set, the same values for ever: their bytes are the golden files of schema 1.0.
+
+`python -m tests.protocol.samples` writes the files of messages that have none yet. It never rewrites one: bytes of a released schema do not change.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import numpy as np
+
+from protocol.arrays import Array
+from protocol.codec import encode, encode_group
+from protocol.messages import (
+    Attempt,
+    Edge,
+    EngineId,
+    EngineState,
+    EngineStatus,
+    Event,
+    GroupHeader,
+    GroupTimings,
+    Manifest,
+    ProducerStatus,
+    Rollout,
+    RolloutGroup,
+    Seq,
+    SlotToken,
+    Span,
+    TensorEntry,
+    TrainerStatus,
+)
+from protocol.versions import Version
+
+GOLDEN = Path(__file__).parent / "golden" / "1.0"
+
+HEADER = GroupHeader(
+    seq=Seq(41),
+    attempt=Attempt(2),
+    token=SlotToken("9f3c"),
+    prompt_id="17",
+    producer_id="producer-0:c4d1",
+    group_size=2,
+    lengths=(6, 5),
+    trainable={Version(1, 7): 3, Version(2, 8): 2},
+    oldest=Version(1, 7),
+    rewards=(1.0, -0.5),
+    payload_bytes=777,
+    payload_digest="00112233445566778899aabbccddeeff",
+    created_at=1764460800.25,
+    timings=GroupTimings(queue_s=0.5, generate_s=2.25, reward_s=0.125, encode_s=0.0),
+    metadata={"level": 3, "tags": ["a", None, True], "nested": {"x": 0.5}},
+)
+MANIFEST = Manifest(
+    version=Version(2, 8),
+    kind="full",
+    parent="",
+    tensors=(TensorEntry(name="model.embed_tokens.weight", dtype="BF16", shape=(21, 64), file="model.safetensors", checksum="0123456789abcdef"),),
+    digest="ffeeddccbbaa99887766554433221100",
+    transport="store",
+    location="/dev/shm/rollstream-0/r/2-8",
+    total_bytes=2688,
+    created_at=1764460801.0,
+)
+ENGINE = EngineStatus(
+    engine_id=EngineId("engine-0"),
+    boot_nonce="boot:5ee1",
+    url="http://127.0.0.1:30000",
+    kind="embedded",
+    state=EngineState.UNFIT,
+    version=Version(1, 7),
+    target=Version(2, 8),
+    reason="checksum of model.norm.weight",
+    running=3,
+    queued=1,
+    capacity=64,
+    generated_tokens=123456789012,
+    busy_s=1.5,
+    uptime_s=4.0,
+    paused_s=0.25,
+    updates=7,
+    host="node-1",
+    pid=4242,
+)
+PRODUCER = ProducerStatus(
+    producer_id="producer-0:c4d1",
+    inflight_groups=4,
+    waiting_for=Edge.NO_VERSION,
+    waiting_since=1764460800.0,
+    groups_put=10,
+    groups_failed=1,
+    samples_retried=2,
+    generated_tokens=4096,
+    loop_lag_ms=1.5,
+    host="node-1",
+    pid=4243,
+)
+TRAINER = TrainerStatus(
+    trainer_id="trainer:77aa",
+    incarnation=2,
+    step=9,
+    trained=8,
+    waiting_for=Edge.NO_GROUP,
+    waiting_since=1764460802.5,
+    busy_s=30.0,
+    uptime_s=60.0,
+    host="node-2",
+    pid=4244,
+)
+EVENT = Event(id="1764460800123-4", op="reserved", fields={"owner": "producer-0:c4d1", "slots": [[41, 2]]})
+MESSAGES: dict[str, object] = {
+    "group_header": HEADER,
+    "manifest": MANIFEST,
+    "engine_status": ENGINE,
+    "producer_status": PRODUCER,
+    "trainer_status": TRAINER,
+    "event": EVENT,
+    "group_timings": HEADER.timings,
+    "span": Span(version=Version(1, 7), start=3, end=6),
+    "tensor_entry": MANIFEST.tensors[0],
+}
+
+
+def rollout(*tokens: int, mask: tuple[int, ...], spans: tuple[Span, ...], reward: float) -> Rollout:
+    """A rollout whose logprobs are -token/8 where the mask is 1."""
+    return Rollout(
+        tokens=np.array(tokens, dtype="<i4"),
+        mask=np.array(mask, dtype="|u1"),
+        logprobs=np.array([-token / 8 if on else 0.0 for token, on in zip(tokens, mask, strict=True)], dtype="<f4"),
+        spans=spans,
+        reward=reward,
+        finish_reason="length",
+        engine_id="engine-0",
+        metadata={"turns": 1},
+    )
+
+
+GROUP = RolloutGroup(
+    rollouts=(
+        rollout(5, 6, 7, 8, 9, 1, mask=(0, 0, 0, 1, 1, 1), spans=(Span(version=Version(1, 7), start=3, end=6),), reward=1.0),
+        rollout(
+            5, 6, 7, 2, 1, mask=(0, 0, 0, 1, 1), spans=(Span(version=Version(1, 7), start=3, end=4), Span(version=Version(2, 8), start=4, end=5)), reward=-0.5
+        ),
+    ),
+    extras={"experts": np.arange(12, dtype="<i2").reshape(2, 3, 2), "none": np.zeros((0, 4), dtype="<f4")},
+)
+
+
+def same_array(one: Array, other: Array) -> bool:
+    """Equal in dtype, shape and bytes (NaN equals itself)."""
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def same_group(one: RolloutGroup, other: RolloutGroup) -> bool:
+    """Equal field by field."""
+    plain = ("spans", "reward", "finish_reason", "engine_id", "metadata")
+    return (
+        len(one.rollouts) == len(other.rollouts)
+        and all(
+            all(same_array(getattr(a, name), getattr(b, name)) for name in ("tokens", "mask", "logprobs"))
+            and all(getattr(a, name) == getattr(b, name) for name in plain)
+            for a, b in zip(one.rollouts, other.rollouts, strict=True)
+        )
+        and one.extras.keys() == other.extras.keys()
+        and all(same_array(array, other.extras[name]) for name, array in one.extras.items())
+    )
+
+
+def golden(name: str) -> bytes:
+    """The bytes of a golden file: hexadecimal, wrapped."""
+    return bytes.fromhex((GOLDEN / f"{name}.hex").read_text("ascii"))
+
+
+def main() -> None:
+    """Write the golden files that are missing."""
+    frames = {name: encode(message) for name, message in MESSAGES.items()}
+    frames |= {"rollout_group": encode_group(GROUP), "rollout_group_zstd": encode_group(GROUP, compress=True)}
+    for name, frame in frames.items():
+        path = GOLDEN / f"{name}.hex"
+        if not path.exists():
+            path.write_text("\n".join(textwrap.wrap(frame.hex(), 160)) + "\n", "ascii")
+
+
+if __name__ == "__main__":
+    main()

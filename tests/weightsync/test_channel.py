@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from protocol.errors import Fenced, ManifestError, StepOrder, WeightError
+from protocol.versions import Version
+
+
+async def test_a_published_version_is_newest_and_announced_once(rig):
+    digest = await rig.publish(1, 0)
+    newest = await rig.channel.newest()
+    assert newest.version == Version(1, 0)
+    assert newest.digest == digest
+    assert await rig.channel.newest_version() == Version(1, 0)
+    assert await rig.channel.manifest(Version(1, 0)) == newest
+    await rig.channel.publish(newest, 1)
+    events = await rig.events("published")
+    assert [(event["version"], event["digest"], event["bytes"]) for event in events] == [("1:0", digest, newest.total_bytes)]
+
+
+async def test_before_the_first_publish_there_is_no_version(rig):
+    assert await rig.channel.newest() is None
+    assert await rig.channel.newest_version() is None
+    assert await rig.channel.pin("p") is None
+    assert await rig.channel.versions() == ()
+
+
+async def test_a_trainer_that_was_replaced_publishes_nothing(rig, store, snapshot):
+    await rig.publish(1, 3)
+    await rig.attach(2, 3)
+    manifest = store.write(snapshot(Version(1, 3)))
+    with pytest.raises(Fenced, match="incarnation 2"):
+        await rig.channel.publish(manifest, 1)
+    with pytest.raises(Fenced):
+        await rig.channel.publish(manifest, 2)
+    assert await rig.channel.newest_version() == Version(1, 3)
+
+
+async def test_a_version_that_is_not_trained_is_not_published(rig, store, snapshot):
+    await rig.attach(1, 3)
+    with pytest.raises(StepOrder, match=r"trained 3 steps"):
+        await rig.channel.publish(store.write(snapshot(Version(1, 4))), 1)
+    assert await rig.channel.newest() is None
+
+
+async def test_the_pointer_moves_forward_only_within_and_over_incarnations(rig, store, snapshot):
+    await rig.publish(1, 5)
+    with pytest.raises(WeightError, match="forward only"):
+        await rig.channel.publish(store.write(snapshot(Version(1, 4))), 1)
+    await rig.publish(2, 3)
+    assert await rig.channel.newest_version() == Version(2, 3)
+
+
+async def test_a_version_with_other_weights_is_refused(rig, store, snapshot):
+    await rig.publish(1, 5)
+    manifest = await rig.channel.newest()
+    with pytest.raises(ManifestError, match="other weights"):
+        await rig.channel.publish(dataclasses.replace(manifest, digest="0" * 32), 1)
+
+
+async def test_two_concurrent_publishers_leave_the_newer_version(rig, store, snapshot):
+    await rig.attach(1, 20)
+    manifests = [store.write(snapshot(Version(1, n))) for n in range(10)]
+    results = await asyncio.gather(*(rig.channel.publish(manifest, 1) for manifest in reversed(manifests)), return_exceptions=True)
+    assert await rig.channel.newest_version() == Version(1, 9)
+    assert all(result is None or isinstance(result, WeightError) for result in results)
+    order = [Version.parse(event["version"]) for event in await rig.events("published")]
+    assert order == sorted(order)
+
+
+async def test_collection_keeps_the_newest_few_and_what_is_pinned(rig, store):
+    for n in range(3):
+        await rig.publish(1, n)
+    pinned = await rig.channel.pin("reader")
+    assert pinned.version == Version(1, 2)
+    for n in range(3, 8):
+        await rig.publish(1, n)
+    assert set(await rig.channel.collect(store, keep=2)) == {Version(1, n) for n in (0, 1, 3, 4, 5)}
+    assert await rig.channel.versions() == store.versions() == (Version(1, 2), Version(1, 6), Version(1, 7))
+    assert await rig.channel.collect(store, keep=2) == ()
+    await rig.channel.unpin("reader")
+    assert await rig.channel.collect(store, keep=2) == (Version(1, 2),)
+    assert await rig.channel.versions() == store.versions() == (Version(1, 6), Version(1, 7))
+
+
+async def test_collection_never_deletes_what_an_engine_serves_or_targets(rig, store):
+    for n in range(2):
+        await rig.publish(1, n)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.ack("e0", "b1", Version(1, 0))
+    claim = rig.channel.claim("e0", "b1")
+    assert (await claim.look(None)).manifest.version == Version(1, 1)
+    for n in range(2, 6):
+        await rig.publish(1, n)
+    await rig.channel.collect(store, keep=1)
+    assert store.versions() == (Version(1, 0), Version(1, 1), Version(1, 5))
+    await rig.registry.ack("e0", "b1", Version(1, 1), reconciler=claim.owner)
+    await rig.channel.collect(store, keep=1)
+    assert store.versions() == (Version(1, 1), Version(1, 5))
+    await rig.registry.leave("e0", "b1")
+    await rig.channel.collect(store, keep=1)
+    assert store.versions() == (Version(1, 5),)
+
+
+async def test_a_pin_that_is_not_renewed_runs_out(rig, store, redis, keys):
+    await rig.publish(1, 0)
+    await rig.channel.pin("reader")
+    await redis.hset(keys.weight_pins, "reader", "1:0:1")
+    await rig.publish(1, 1)
+    assert await rig.channel.collect(store, keep=1) == (Version(1, 0),)
+    assert not await redis.hexists(keys.weight_pins, "reader")
+
+
+async def test_a_collection_that_was_broken_off_is_finished_by_the_next(rig, store, monkeypatch):
+    for n in range(3):
+        await rig.publish(1, n)
+
+    def fail(*_: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "delete", fail)
+        with pytest.raises(PermissionError):
+            await rig.channel.collect(store, keep=1)
+    assert await rig.channel.versions() == (Version(1, 2),)
+    assert len(store.versions()) == 3
+    assert set(await rig.channel.collect(store, keep=1)) == {Version(1, 0), Version(1, 1)}
+    assert store.versions() == (Version(1, 2),)
+
+
+async def test_a_pin_racing_a_collection_holds_or_finds_a_newer_version(rig, store):
+    """The pointer read and the pin are one step: whatever a reader was given is there until it lets go."""
+    await rig.publish(1, 0)
+    stop = asyncio.Event()
+
+    async def read(name: str) -> int:
+        count = 0
+        while not stop.is_set():
+            manifest = await rig.channel.pin(name)
+            await asyncio.to_thread(store.verify, manifest)
+            count += 1
+        return count
+
+    async with asyncio.TaskGroup() as group:
+        readers = [group.create_task(read(f"r{i}")) for i in range(3)]
+        for n in range(1, 25):
+            await rig.publish(1, n)
+            await rig.channel.collect(store, keep=1)
+        stop.set()
+    assert all(reader.result() > 0 for reader in readers)
+    assert len(store.versions()) <= 4

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from protocol.errors import Fenced, StepOrder, WeightError
+from protocol.versions import Version
+from weightsync import publisher as publisher_module
+from weightsync.publisher import Publisher
+from weightsync.store import DirectoryStore
+
+
+class Gate(DirectoryStore):
+    """A real store whose writes wait for the test."""
+
+    def __init__(self, folder, model_path):
+        super().__init__(folder, model_path)
+        self.started, self.go = threading.Semaphore(0), threading.Semaphore(0)
+        self.written: list[Version] = []
+
+    def write(self, snapshot):
+        self.started.release()
+        assert self.go.acquire(timeout=20)
+        self.written.append(snapshot.version)
+        return super().write(snapshot)
+
+
+@pytest.fixture
+def gate(store, model_path):
+    return Gate(store.folder, model_path)
+
+
+async def test_what_is_being_written_is_finished_and_the_newest_of_the_rest_follows(rig, gate, snapshot):
+    await rig.attach(1, 9)
+    async with Publisher(rig.channel, gate) as publisher:
+        publisher.submit(snapshot(Version(1, 1)), 1)
+        await asyncio.to_thread(gate.started.acquire)
+        for n in (2, 3, 4):
+            publisher.submit(snapshot(Version(1, n)), 1)
+        assert publisher.busy
+        gate.go.release(2)
+        await publisher.drain(20)
+        assert not publisher.busy
+        assert publisher.published.version == Version(1, 4)
+    assert gate.written == [Version(1, 1), Version(1, 4)]
+    assert await rig.channel.newest_version() == Version(1, 4)
+
+
+async def test_nothing_is_visible_before_it_is_written(rig, gate, snapshot):
+    await rig.attach(1, 9)
+    async with Publisher(rig.channel, gate) as publisher:
+        publisher.submit(snapshot(Version(1, 1)), 1)
+        await asyncio.to_thread(gate.started.acquire)
+        assert await rig.channel.newest() is None
+        gate.go.release()
+        await publisher.drain(20)
+        gate.verify(await rig.channel.newest())
+
+
+async def test_leaving_finishes_the_write_under_way_and_drops_what_waits(rig, gate, snapshot):
+    await rig.attach(1, 9)
+    async with Publisher(rig.channel, gate) as publisher:
+        publisher.submit(snapshot(Version(1, 1)), 1)
+        await asyncio.to_thread(gate.started.acquire)
+        publisher.submit(snapshot(Version(1, 2)), 1)
+        gate.go.release()
+    assert gate.written == [Version(1, 1)]
+    assert await rig.channel.newest_version() == Version(1, 1)
+
+
+async def test_a_replaced_trainer_learns_it_from_its_publisher(rig, store, snapshot):
+    await rig.attach(2, 9)
+    async with Publisher(rig.channel, store) as publisher:
+        publisher.submit(snapshot(Version(1, 3)), 1)
+        with pytest.raises(Fenced):
+            await publisher.drain(20)
+        with pytest.raises(Fenced):
+            publisher.submit(snapshot(Version(1, 4)), 1)
+    assert await rig.channel.newest() is None
+
+
+async def test_publishing_before_trained_is_a_bug_that_shows(rig, store, snapshot):
+    await rig.attach(1, 3)
+    async with Publisher(rig.channel, store) as publisher:
+        publisher.submit(snapshot(Version(1, 4)), 1)
+        with pytest.raises(StepOrder):
+            await publisher.drain(20)
+
+
+async def test_a_full_disk_is_survived(rig, store, snapshot, monkeypatch):
+    await rig.attach(1, 9)
+    monkeypatch.setattr(publisher_module, "_RETRY_S", (0.01,))
+    real, left = DirectoryStore.write, iter([28, 28])
+
+    def write(self, snap):
+        if (number := next(left, None)) is not None:
+            raise OSError(number, "No space left on device")
+        return real(self, snap)
+
+    monkeypatch.setattr(DirectoryStore, "write", write)
+    async with Publisher(rig.channel, store) as publisher:
+        publisher.submit(snapshot(Version(1, 3)), 1)
+        await publisher.drain(20)
+        assert publisher.trouble == ""
+    assert await rig.channel.newest_version() == Version(1, 3)
+
+
+async def test_a_deadline_names_what_is_in_the_way(rig, store, snapshot, monkeypatch):
+    def write(self, snap):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(DirectoryStore, "write", write)
+    async with Publisher(rig.channel, store) as publisher:
+        publisher.submit(snapshot(Version(1, 3)), 1)
+        with pytest.raises(WeightError, match=r"not published within 1 s: version 1:3 .* No space left"):
+            await publisher.drain(1)
+
+
+async def test_old_versions_go_as_new_ones_come(rig, store, snapshot):
+    await rig.attach(1, 20)
+    async with Publisher(rig.channel, store, keep=2) as publisher:
+        for n in range(8):
+            publisher.submit(snapshot(Version(1, n)), 1)
+            await publisher.drain(20)
+    assert store.versions() == await rig.channel.versions() == (Version(1, 6), Version(1, 7))
+
+
+async def test_leftovers_of_an_earlier_run_are_swept_before_the_first_version(rig, store, snapshot):
+    other = snapshot(Version(1, 7))
+    store.write(type(other)(version=Version(1, 0), tensors=other.tensors))
+    await rig.attach(1, 0)
+    async with Publisher(rig.channel, store) as publisher:
+        publisher.submit(snapshot(Version(1, 0)), 1)
+        await publisher.drain(20)
+    store.verify(await rig.channel.newest())
+
+
+async def test_a_publisher_that_is_not_running_says_so(rig, store, snapshot):
+    with pytest.raises(WeightError, match="async with"):
+        Publisher(rig.channel, store).submit(snapshot(Version(1, 0)), 1)

@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import Superseded
+from protocol.messages import EngineState
+from protocol.versions import Version
+from weightsync import claim as claim_module
+from weightsync import reconcile as reconcile_module
+from weightsync.control import EngineControl
+
+
+async def test_a_new_engine_is_brought_to_the_newest_version_and_becomes_routable(rig):
+    digest = await rig.publish(1, 4)
+    async with rig.engine("e0") as server:
+        status = await rig.serves("e0", "1:4")
+        assert status.target is None
+        assert server.digest == digest
+        assert not server.paused
+        calls = [call for call in server.calls if call != "end_weight_update"]
+        assert calls == ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info", "generate"]
+    [applied] = await rig.events("applied")
+    assert (applied["version"], applied["from"]) == ("1:4", "")
+    assert 0 < applied["apply_s"] <= applied["pause_s"]
+
+
+async def test_an_engine_that_waits_takes_the_first_version_when_it_comes(rig):
+    async with rig.engine("e0"):
+        await rig.until(lambda all_: "e0" in all_)
+        await rig.publish(1, 0)
+        await rig.serves("e0", "1:0")
+
+
+async def test_two_engines_serve_neighbouring_versions_at_the_same_time(rig):
+    """No barrier: one engine's update under way holds up neither the other engine nor anybody who asks it."""
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as slow, rig.engine("e1", idle=True) as quick:
+        await rig.serves("e0", "1:1")
+        await rig.serves("e1", "1:1")
+        slow.entered.clear()
+        slow.hold = asyncio.Event()
+        await rig.publish(1, 2)
+        await slow.entered.wait()
+        await rig.serves("e1", "1:2")
+        routable = {engine.engine_id: str(engine.version) for engine in await rig.registry.routable()}
+        assert routable == {"e0": "1:1", "e1": "1:2"}
+        assert set(await EngineControl(rig.session, quick.url).probe(deadline_s=5)) == {"1:2"}
+        slow.hold.set()
+        await rig.serves("e0", "1:2")
+
+
+async def test_an_update_under_way_is_finished_then_the_newest_is_taken_and_those_between_are_skipped(rig):
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+        server.entered.clear()
+        server.hold = asyncio.Event()
+        await rig.publish(1, 2)
+        await server.entered.wait()
+        for n in (3, 4, 5):
+            await rig.publish(1, n)
+        server.hold.set()
+        await rig.serves("e0", "1:5")
+        assert server.versions == ["1:1", "1:2", "1:5"]
+
+
+async def test_a_higher_incarnation_may_bring_a_lower_n(rig):
+    await rig.publish(1, 9)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:9")
+        await rig.publish(2, 7)
+        await rig.serves("e0", "2:7")
+        assert server.versions == ["1:9", "2:7"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "aborts"),
+    [
+        ("refuse", "no such weights", 1),
+        ("refuse_softly", "not now", 1),
+        ("half", "partially updated", 1),
+        ("drop", "closed the connection", 1),
+        ("hang", "no answer within", 1),
+        ("lie", "says it serves", 0),
+        ("lie_token", "next token says", 0),
+    ],
+)
+async def test_an_engine_that_does_not_take_a_version_is_unfit_goes_on_and_recovers(rig, stage, words, aborts, caplog):
+    await rig.publish(1, 1)
+    async with rig.engine("e0", apply_deadline_s=1.0) as server:
+        await rig.serves("e0", "1:1")
+        server.stage.extend([stage, stage])  # a closed connection is tried once more
+        if stage != "drop":
+            server.stage.pop()
+        digest = await rig.publish(1, 2)
+        await rig.serves("e0", "1:2")
+        assert server.digest == digest
+        assert not server.paused
+        assert server.aborted == aborts
+        assert server.calls.count("continue_generation") >= 2
+    reasons = [event["reason"] for event in await rig.events("unfit")]
+    assert len(reasons) == 1
+    assert words in reasons[0]
+    assert "apply 1:2" in reasons[0]
+    assert any(words in record.message for record in caplog.records)
+
+
+async def test_an_unfit_engine_is_off_the_routes_before_it_goes_on(rig, monkeypatch):
+    monkeypatch.setattr(reconcile_module, "BACKOFF_S", 3600.0)
+    monkeypatch.setattr(reconcile_module, "MAX_BACKOFF_S", 3600.0)
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+        routes: list[int] = []
+
+        async def look() -> None:
+            routes.append(await rig.redis.hlen(rig.keys.routable))
+
+        server.before_continue = look
+        server.stage.append("half")
+        await rig.publish(1, 2)
+        engines = await rig.until(lambda all_: all_["e0"].state is EngineState.UNFIT and bool(routes))
+        assert routes == [0]
+        assert "partially updated" in engines["e0"].reason
+        assert engines["e0"].version == Version(1, 1)
+        assert await rig.registry.routable() == []
+
+
+async def test_others_keep_to_the_limit_of_paused_engines(rig):
+    await rig.publish(1, 0)
+    now, peak = 0, 0
+
+    def count(change: int) -> None:
+        nonlocal now, peak
+        now += change
+        peak = max(peak, now)
+
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(rig.engine(f"e{i}", max_paused=2)) for i in range(4)]
+        for i in range(4):
+            await rig.serves(f"e{i}", "1:0")
+        for server in servers:
+            server.paused_count = count
+        for n in range(1, 5):
+            await rig.publish(1, n)
+            for i in range(4):
+                await rig.serves(f"e{i}", f"1:{n}")
+    assert 1 <= peak <= 2
+    assert now == 0
+
+
+async def test_a_damaged_version_is_refused_before_the_engine_is_touched(rig, store):
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+        await rig.attach(1, 2)
+        manifest = await asyncio.to_thread(store.write, rig.snapshot(1, 2))
+        path = Path(manifest.location) / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        before = len(server.calls)
+        await rig.channel.publish(manifest, 1)
+        async with asyncio.timeout(10):
+            while not (failed := await rig.events("prepare_failed")):
+                await asyncio.sleep(0)
+        assert "damaged" in failed[0]["reason"]
+        assert "tensor model." in failed[0]["reason"]
+        assert len(server.calls) == before
+        [engine] = await rig.registry.routable()
+        assert engine.version == Version(1, 1)
+        await rig.publish(1, 3)
+        await rig.serves("e0", "1:3")
+    assert server.versions == ["1:1", "1:3"]
+    assert await rig.events("unfit") == []
+
+
+async def test_a_version_whose_files_are_gone_is_passed_over_for_the_next(rig, store):
+    await rig.publish(1, 1)
+    async with rig.engine("e0"):
+        await rig.serves("e0", "1:1")
+        await rig.attach(1, 2)
+        manifest = await asyncio.to_thread(store.write, rig.snapshot(1, 2))
+        await asyncio.to_thread(store.delete, Version(1, 2))
+        await rig.channel.publish(manifest, 1)
+        await rig.publish(1, 3)
+        await rig.serves("e0", "1:3")
+    assert await rig.events("unfit") == []
+
+
+async def test_a_producer_that_calls_an_engine_unfit_gets_it_back_with_the_newest_version_in_full(rig):
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+        server.version = server.token_version = "boot:b9"
+        assert await rig.registry.mark_unfit("e0", "b1", "an answer says boot:b9")
+        await rig.serves("e0", "1:1")
+        assert server.version == "1:1"
+        assert server.versions == ["1:1", "1:1"]
+
+
+async def test_taking_over_an_engine_applies_the_newest_in_full_whatever_the_registry_says(rig):
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+    async with rig.engine("e0", "b1") as server:
+        await rig.serves("e0", "1:1")
+        async with asyncio.timeout(10):
+            while server.versions != ["1:1"]:
+                await asyncio.sleep(0)
+        await rig.serves("e0", "1:1")
+    assert [event["reason"] for event in await rig.events("unfit")] == ["its reconciler was replaced"]
+
+
+async def test_a_reconciler_that_is_cancelled_in_the_middle_leaves_the_engine_going_and_the_next_takes_over(rig):
+    await rig.publish(1, 1)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(rig.server("b1"))
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        server.hold = asyncio.Event()
+        async with rig.running(rig.reconciler("e0", server)):
+            await server.entered.wait()
+            assert server.paused
+        assert not server.paused
+        assert server.aborted == 1
+        [engine] = await rig.registry.engines()
+        assert engine.state is EngineState.UNFIT
+        server.hold.set()
+        async with rig.running(rig.reconciler("e0", server)):
+            await rig.serves("e0", "1:1")
+
+
+async def test_a_reconciler_killed_in_the_middle_is_replaced_once_its_lock_has_run_out(rig, monkeypatch):
+    """A kill gives no chance to clean up: the engine stays paused and the lock stays taken until it expires."""
+    monkeypatch.setattr(claim_module, "LOCK_S", 0.2)
+    await rig.publish(1, 1)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(rig.server("b1"))
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        dead = rig.channel.claim("e0", "b1")
+        await dead.look(None)
+        assert await dead.pause(most=1, valid_s=0.5, idle=False)
+        await EngineControl(rig.session, server.url).pause("in_place")
+        other = await stack.enter_async_context(rig.engine("e1"))
+        await stack.enter_async_context(rig.running(rig.reconciler("e0", server)))
+        await rig.serves("e0", "1:1")
+        await rig.serves("e1", "1:1")
+        assert not server.paused
+        assert not other.paused
+        with pytest.raises(Superseded):
+            await rig.registry.ack("e0", "b1", Version(1, 1), reconciler=dead.owner)
+
+
+async def test_a_reconciler_of_an_engine_that_was_restarted_stops(rig):
+    await rig.publish(1, 1)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await stack.enter_async_context(rig.server("b1"))
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        task = await stack.enter_async_context(rig.running(rig.reconciler("e0", server)))
+        await rig.serves("e0", "1:1")
+        await rig.registry.beat(rig.status("e0", "b2", server.url), ttl_s=60)
+        with pytest.raises(Superseded):
+            await asyncio.wait_for(asyncio.shield(task), 20)
+
+
+async def test_an_engine_that_was_forgotten_in_an_outage_is_registered_and_brought_up_anew(rig):
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+        await rig.redis.delete(rig.keys.engines, rig.keys.engine_facts, rig.keys.routable)
+        assert await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60) is True
+        await rig.serves("e0", "1:1")
+        assert server.versions[-1] == "1:1"
+        await rig.publish(1, 2)
+        await rig.serves("e0", "1:2")
+
+
+async def test_many_versions_leave_no_keys_no_files_and_no_descriptors_behind(rig, store):
+    await rig.publish(1, 0)
+    async with rig.engine("e0"), rig.engine("e1"):
+        await rig.serves("e0", "1:0")
+        await rig.serves("e1", "1:0")
+
+        async def round_(n: int) -> None:
+            await rig.publish(1, n)
+            await rig.serves("e0", f"1:{n}")
+            await rig.serves("e1", f"1:{n}")
+            await rig.channel.collect(store, keep=2)
+
+        for n in range(1, 4):
+            await round_(n)
+        before = len(os.listdir("/proc/self/fd"))
+        sizes = [await rig.redis.hlen(key) for key in (rig.keys.weights, rig.keys.weight_pins, rig.keys.pauses, rig.keys.reconcilers)]
+        for n in range(4, 14):
+            await round_(n)
+        assert [await rig.redis.hlen(key) for key in (rig.keys.weights, rig.keys.weight_pins, rig.keys.pauses, rig.keys.reconcilers)] == sizes
+        assert len(os.listdir("/proc/self/fd")) <= before + 2  # a kept connection more or less
+        assert store.versions() == (Version(1, 12), Version(1, 13))
+    assert await rig.redis.hlen(rig.keys.reconcilers) == 0
+    served = [event["version"] for event in await rig.events("applied") if event["engine_id"] == "e0"]
+    assert served == [f"1:{n}" for n in range(14)]

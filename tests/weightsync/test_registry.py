@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protocol.errors import Superseded, WeightError
+from protocol.messages import EngineState
+from protocol.versions import Version
+from weightsync.registry import UpdateTimes
+
+
+async def routes(rig) -> dict[str, str]:
+    raw = await rig.redis.hgetall(rig.keys.routable)
+    return {engine.decode(): value.decode().rpartition(":")[0] for engine, value in raw.items()}
+
+
+async def test_an_engine_is_routable_only_after_it_acks(rig):
+    assert await rig.registry.beat(rig.status("e0", "b1", "http://one"), ttl_s=60) is True
+    [engine] = await rig.registry.engines()
+    assert (engine.state, engine.version, engine.url) == (EngineState.STARTING, None, "http://one")
+    assert await rig.registry.routable() == []
+    assert await routes(rig) == {}
+    assert await rig.registry.ack("e0", "b1", Version(1, 0), times=UpdateTimes(pause_s=0.25)) is True
+    [engine] = await rig.registry.routable()
+    assert (engine.state, engine.version) == (EngineState.ROUTABLE, Version(1, 0))
+    assert await routes(rig) == {"e0": "1:0"}
+    [applied] = await rig.events("applied")
+    assert (applied["engine_id"], applied["version"], applied["from"], applied["pause_s"]) == ("e0", "1:0", "", 0.25)
+
+
+async def test_a_beat_renews_and_does_not_make_an_engine_routable_by_what_it_says_of_itself(rig):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    assert await rig.registry.beat(rig.status("e0", "b1", state=EngineState.ROUTABLE), ttl_s=60) is False
+    assert await rig.registry.routable() == []
+    assert len(await rig.events("engine_started")) == 1
+
+
+async def test_a_restarted_engine_is_a_new_engine_with_no_version(rig):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.ack("e0", "b1", Version(1, 5))
+    assert await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60) is True
+    [engine] = await rig.registry.engines()
+    assert (engine.boot_nonce, engine.state, engine.version) == ("b2", EngineState.STARTING, None)
+    assert await routes(rig) == {}
+    with pytest.raises(Superseded):
+        await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    with pytest.raises(Superseded):
+        await rig.registry.ack("e0", "b1", Version(1, 6))
+    assert await rig.registry.mark_unfit("e0", "b1", "late news") is False
+    await rig.registry.leave("e0", "b1")
+    assert [engine.boot_nonce for engine in await rig.registry.engines()] == ["b2"]
+    assert await rig.registry.ack("e0", "b2", Version(1, 0)) is True
+
+
+async def test_an_unfit_engine_is_off_the_routes_until_it_acks(rig):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.ack("e0", "b1", Version(1, 5))
+    assert await rig.registry.mark_unfit("e0", "b1", "answered with 1:4") is True
+    assert await rig.registry.mark_unfit("e0", "b1", "answered with 1:4") is False
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    [engine] = await rig.registry.engines()
+    assert (engine.state, engine.reason) == (EngineState.UNFIT, "answered with 1:4")
+    assert await routes(rig) == {}
+    await rig.registry.ack("e0", "b1", Version(1, 5))
+    [engine] = await rig.registry.routable()
+    assert engine.reason == ""
+    assert [event["reason"] for event in await rig.events("unfit")] == ["answered with 1:4"]
+
+
+async def test_an_engine_never_goes_back_but_a_new_incarnation_may_be_lower(rig):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.ack("e0", "b1", Version(1, 5))
+    with pytest.raises(WeightError, match="never goes back"):
+        await rig.registry.ack("e0", "b1", Version(1, 4))
+    assert await rig.registry.ack("e0", "b1", Version(2, 3)) is True
+    assert await routes(rig) == {"e0": "2:3"}
+
+
+async def test_an_engine_without_beats_is_gone_and_says_so(rig, redis, keys):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=0.001)
+    await rig.registry.ack("e0", "b1", Version(1, 5))
+    async with asyncio.timeout(5):
+        while await rig.registry.engines():
+            pass
+    assert await routes(rig) == {}
+    assert [event["reason"] for event in await rig.events("engine_left")] == ["expired"]
+    assert await rig.registry.ack("e0", "b1", Version(1, 6)) is False
+    assert await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60) is True
+    assert await rig.registry.routable() == []
+
+
+async def test_a_leaving_engine_takes_no_requests_but_is_there(rig):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.ack("e0", "b1", Version(1, 5))
+    await rig.registry.beat(rig.status("e0", "b1", state=EngineState.LEAVING), ttl_s=60)
+    [engine] = await rig.registry.engines()
+    assert engine.state is EngineState.LEAVING
+    assert await routes(rig) == {}
+    await rig.registry.leave("e0", "b1")
+    assert await rig.registry.engines() == []
+    assert [event["reason"] for event in await rig.events("engine_left")] == ["stopped"]
+
+
+async def test_waiting_for_acks_ends_with_the_last_engine_and_names_the_late_ones(rig):
+    for engine in ("e0", "e1"):
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        await rig.registry.ack(engine, "b1", Version(1, 5))
+    await rig.registry.ack("e0", "b1", Version(1, 6))
+    assert await rig.registry.wait_acks(Version(1, 5), rig.wakes, deadline_s=5) == ()
+    assert await rig.registry.wait_acks(Version(1, 6), rig.wakes, deadline_s=0) == ("e1",)
+    async with asyncio.TaskGroup() as group:
+        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, deadline_s=20))
+        await rig.registry.ack("e1", "b1", Version(1, 7))
+    assert waiter.result() == ()
+
+
+async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig):
+    claims = {}
+    for engine, n in (("e0", 5), ("e1", 3), ("e2", 4)):
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        await rig.registry.ack(engine, "b1", Version(1, n))
+        claims[engine] = rig.channel.claim(engine, "b1")
+        await claims[engine].look(None)
+
+    async def ask(engine: str, *, idle: bool = False) -> bool:
+        return await claims[engine].pause(most=1, valid_s=60, idle=idle)
+
+    assert await ask("e0")
+    assert not await ask("e2")
+    assert not await ask("e1")
+    assert await ask("e2", idle=True)
+    await claims["e0"].resumed()
+    assert not await ask("e2")
+    assert not await ask("e0")
+    assert await ask("e1")
+    assert not await ask("e2")
+    await rig.registry.ack("e1", "b1", Version(1, 6), reconciler=claims["e1"].owner)
+    assert not await ask("e0")
+    assert await ask("e2")
+    await claims["e2"].release()
+    assert await ask("e0")
+
+
+async def test_two_may_pause_where_two_may(rig):
+    claims = []
+    for engine in ("e0", "e1", "e2"):
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        claims.append(rig.channel.claim(engine, "b1"))
+        await claims[-1].look(None)
+    granted = [await claim.pause(most=2, valid_s=60, idle=False) for claim in claims]
+    assert granted == [True, True, False]
+
+
+async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig):
+    for engine in ("e0", "e1", "e2"):
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+    dead, claimant, live = (rig.channel.claim(engine, "b1") for engine in ("e0", "e1", "e2"))
+    for claim in (dead, claimant, live):
+        await claim.look(None)
+    assert await dead.pause(most=1, valid_s=60, idle=False)
+    assert not await claimant.pause(most=1, valid_s=60, idle=False)
+    assert not await live.pause(most=1, valid_s=60, idle=False)
+    await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60)
+    await rig.registry.beat(rig.status("e1", "b1"), ttl_s=0.001)
+    async with asyncio.timeout(5):
+        while not await live.pause(most=1, valid_s=60, idle=False):
+            pass
+
+
+async def test_a_reconciler_without_the_lock_changes_nothing(rig):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    first, second = rig.channel.claim("e0", "b1"), rig.channel.claim("e0", "b1")
+    await first.look(None)
+    locked = await second.look(None)
+    assert 0 < locked.for_s <= 5
+    with pytest.raises(Superseded):
+        await second.pause(most=1, valid_s=60, idle=False)
+    with pytest.raises(Superseded):
+        await rig.registry.ack("e0", "b1", Version(1, 0), reconciler=second.owner)
+    await second.release()
+    assert await first.pause(most=1, valid_s=60, idle=False)
+    assert (await second.look(None)).for_s > 50
+    await first.release()
+    assert (await second.look(None)).state is EngineState.STARTING

@@ -1,0 +1,110 @@
+"""The weight channel of a run: which versions exist, which is newest, and which may be deleted.
+
+    publish ──► newest pointer (forward only) ──► pin (atomic with the read) ──► … ──► dying ──► deleted
+
+Invariants: the pointer moves only for the attached incarnation, only to trained steps, only forward (rules V3, T4); a version that any engine serves, applies
+or targets is not collected (rule W5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from protocol.codec import decode, encode
+from protocol.connection import Client, Script
+from protocol.errors import Fenced, ManifestError, StepOrder, WeightError
+from protocol.keys import Keys
+from protocol.messages import EngineId, Manifest
+from protocol.versions import Version
+from weightsync.claim import PIN_S, Claim
+from weightsync.store import DirectoryStore
+
+_PRELUDE = ("lua/common.lua",)
+_PUBLISH = Script("weightsync", "lua/publish.lua", prelude=_PRELUDE)
+_PIN = Script("weightsync", "lua/pin.lua", prelude=_PRELUDE)
+_COLLECT = Script("weightsync", "lua/collect.lua", prelude=_PRELUDE)
+_READ = Script("weightsync", "lua/read.lua")
+
+
+class Channel:
+    """Pointer, manifests and pins of one run. Needs no store: it never touches a file but in `collect`."""
+
+    def __init__(self, client: Client, keys: Keys) -> None:
+        self._client = client
+        self._keys = keys
+
+    async def publish(self, manifest: Manifest, incarnation: int, *, seconds: float = 0.0) -> None:
+        """Make a version, whose bytes are durable and readable already, the newest. Publishing it again changes nothing.
+
+        `seconds`: what writing it took, for the audit.
+        Raises: `Fenced` (a newer trainer is attached), `StepOrder` (not trained yet), `ManifestError` (already published with other weights), `WeightError`
+        (older than the newest).
+        """
+        if manifest.version.incarnation != incarnation:
+            raise Fenced(f"version {manifest.version} is not of incarnation {incarnation}")
+        keys, version = self._keys, manifest.version
+        arguments = (incarnation, version.n, encode(manifest), manifest.digest, manifest.total_bytes, f"{seconds:.6f}")
+        answer = await _PUBLISH(self._client, keys=[keys.state, keys.weights, keys.audit, keys.wakeups], args=arguments)
+        verdict, seen = answer[0].decode(), answer[1].decode()
+        if verdict == "FENCED":
+            raise Fenced(f"publish of {version}: incarnation {seen} is attached now; this trainer must stop")
+        if verdict == "UNTRAINED":
+            raise StepOrder(f"publish of {version}: the run has trained {seen} steps; call trained({version.n}) first")
+        if verdict == "CONFLICT":
+            raise ManifestError(f"publish of {version}: it is published already with other weights")
+        if verdict == "BACKWARD":
+            raise WeightError(f"publish of {version}: the newest version is {seen}, and the pointer moves forward only")
+
+    async def newest(self) -> Manifest | None:
+        """The newest version; None before the first. To load it, `pin` it instead."""
+        raw = await self._read("newest")
+        return None if raw is None else decode(Manifest, raw)
+
+    async def newest_version(self) -> Version | None:
+        raw = await self._read("newest-version")
+        return None if raw is None else Version.parse(raw.decode())
+
+    async def manifest(self, version: Version) -> Manifest | None:
+        """A version that is still kept."""
+        raw = await self._read(f"manifest:{version}")
+        return None if raw is None else decode(Manifest, raw)
+
+    async def versions(self) -> tuple[Version, ...]:
+        """Versions kept, oldest first."""
+        names = (field.decode().partition("manifest:") for field in await self._read("fields"))
+        return tuple(sorted(Version.parse(version) for before, found, version in names if found and not before))
+
+    async def pin(self, holder: str, *, ttl_s: float = PIN_S) -> Manifest | None:
+        """The newest version, held against deletion in the same step until `unpin`, another `pin` of this holder, or `ttl_s`."""
+        raw = await _PIN(self._client, keys=[self._keys.weights, self._keys.weight_pins], args=[holder, max(1, int(ttl_s * 1000))])
+        return None if raw is None else decode(Manifest, raw)
+
+    async def unpin(self, holder: str) -> None:
+        await _PIN(self._client, keys=[self._keys.weights, self._keys.weight_pins], args=[holder, 0])
+
+    def claim(self, engine_id: EngineId, boot_nonce: str) -> Claim:
+        """The standing of a new reconciler of this engine."""
+        return Claim(self._client, self._keys, engine_id, boot_nonce)
+
+    async def collect(self, store: DirectoryStore, *, keep: int) -> tuple[Version, ...]:
+        """Delete every version but the newest `keep` and those pinned: marked dying first, so that a crash here is finished by the next call."""
+        dying = await self._dying(keep, ())
+        if dying:
+            await asyncio.to_thread(_delete_all, store, dying)
+            await self._dying(keep, dying)
+        return dying
+
+    async def _read(self, what: str) -> Any:
+        return await _READ(self._client, keys=[self._keys.weights], args=[what])
+
+    async def _dying(self, keep: int, deleted: Sequence[Version]) -> tuple[Version, ...]:
+        keys = [self._keys.weights, self._keys.weight_pins]
+        raw = await _COLLECT(self._client, keys=keys, args=[max(1, keep), *(str(version) for version in deleted)])
+        return tuple(Version.parse(version.decode()) for version in raw)
+
+
+def _delete_all(store: DirectoryStore, versions: Sequence[Version]) -> None:
+    for version in versions:
+        store.delete(version)

@@ -1,0 +1,51 @@
+-- What every script of the weight channel uses.
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function ms(number)
+  return string.format('%.0f', number)
+end
+
+-- "2:7" → 2, 7; anything else sorts before every version
+local function parse(version)
+  local incarnation, n = string.match(version or '', '^(%d+):(%d+)$')
+  return tonumber(incarnation or -1), tonumber(n or -1)
+end
+
+local function older(a, b)
+  local a_incarnation, a_n = parse(a)
+  local b_incarnation, b_n = parse(b)
+  if a_incarnation ~= b_incarnation then
+    return a_incarnation < b_incarnation
+  end
+  return a_n < b_n
+end
+
+local function facts_of(key, engine)
+  local raw = redis.call('HGET', key, engine)
+  return raw and cjson.decode(raw) or nil
+end
+
+local function keep_facts(key, engine, facts)
+  redis.call('HSET', key, engine, cjson.encode(facts))
+end
+
+local function superseded(facts, boot)
+  for _, other in pairs(facts.superseded) do
+    if other == boot then
+      return true
+    end
+  end
+  return false
+end
+
+local function pin(key, holder, version, expires)
+  redis.call('HSET', key, holder, version .. ':' .. ms(expires))
+end
+
+local function audit(key, op, fields)
+  redis.call('XADD', key, '*', 'op', op, 'd', cjson.encode(fields))
+end

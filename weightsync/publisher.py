@@ -1,0 +1,144 @@
+"""Publishing in the background: training never waits for a version to be written.
+
+At most one version is being written and one waits; a newer one takes the place of the one that waits (rule W2). What is being written is never cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from types import TracebackType
+from typing import Self
+
+from protocol.errors import RollstreamError, WeightError
+from protocol.messages import Manifest
+from weightsync.channel import Channel
+from weightsync.snapshot import Snapshot
+from weightsync.store import DirectoryStore
+
+_LOG = logging.getLogger(__name__)
+_RETRY_S = (0.5, 1.0, 2.0, 5.0)
+_LAST_WRITE_S = 60.0
+
+
+class Publisher:
+    """`async with Publisher(channel, store) as publisher: publisher.submit(snapshot, incarnation)`.
+
+    consumes: snapshots / produces: durable versions and the pointer to them / waits for: the disk and Redis.
+    A write that fails for lack of disk is tried again until a newer snapshot takes its place; an error of ours (`Fenced`, say) is final and is raised by the
+    next `submit` or `drain`.
+    """
+
+    def __init__(self, channel: Channel, store: DirectoryStore, *, keep: int = 2) -> None:
+        self._channel = channel
+        self._store = store
+        self._keep = keep
+        self._pending: tuple[Snapshot, int] | None = None
+        self._running = False
+        self._closing = False
+        self._changed = asyncio.Condition()
+        self._work = asyncio.Event()
+        self._error: BaseException | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.published: Manifest | None = None
+        """The newest version this publisher made visible."""
+        self.trouble = ""
+        """Why the version being written is not out yet; empty while all is well."""
+
+    async def __aenter__(self) -> Self:
+        known = await self._channel.versions()
+        if self._store.folder.is_dir():
+            await asyncio.to_thread(self._store.sweep, known)
+        self._task = asyncio.create_task(self._run(), name="publisher:write")
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        """Finish what is being written, drop what waits (call `drain` first to keep it)."""
+        self._closing, self._pending = True, None
+        self._work.set()
+        task, self._task = self._task, None
+        if task is None:
+            return
+        try:
+            async with asyncio.timeout(_LAST_WRITE_S):
+                await asyncio.shield(task)
+        except TimeoutError:
+            _LOG.warning("a version was still being written after %.0f s: given up", _LAST_WRITE_S)
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def submit(self, snapshot: Snapshot, incarnation: int) -> None:
+        """Publish `snapshot` soon, after `trained` was acknowledged for its step. Never waits. Raises what ended the publisher before."""
+        if self._error is not None:
+            raise self._error
+        if self._task is None:
+            raise WeightError("this publisher is not running: use it as `async with Publisher(...)`")
+        self._pending = (snapshot, incarnation)
+        self._work.set()
+
+    @property
+    def busy(self) -> bool:
+        """Something is being written or waits."""
+        return self._running or self._pending is not None
+
+    async def drain(self, deadline_s: float) -> None:
+        """Return once everything submitted is published or was replaced by something newer that is.
+
+        Raises: `WeightError` at the deadline; what ended the publisher.
+        """
+        try:
+            async with asyncio.timeout(deadline_s), self._changed:
+                await self._changed.wait_for(lambda: self._error is not None or not self.busy)
+        except TimeoutError as problem:
+            why = f": {self.trouble}" if self.trouble else ""
+            raise WeightError(f"a version was not published within {deadline_s:.0f} s{why}") from problem
+        if self._error is not None:
+            raise self._error
+
+    async def _run(self) -> None:
+        while not self._closing:
+            await self._work.wait()
+            self._work.clear()
+            while self._pending is not None:
+                (snapshot, incarnation), self._pending, self._running = self._pending, None, True
+                try:
+                    await self._publish(snapshot, incarnation)
+                except RollstreamError as problem:
+                    self._error = problem
+                finally:
+                    self._running = False
+                    async with self._changed:
+                        self._changed.notify_all()
+                if self._error is not None:
+                    return
+
+    async def _publish(self, snapshot: Snapshot, incarnation: int) -> None:
+        attempt = 0
+        while True:
+            started = time.monotonic()
+            try:
+                manifest = await asyncio.to_thread(self._store.write, snapshot)
+                await self._channel.publish(manifest, incarnation, seconds=time.monotonic() - started)
+                self.published, self.trouble = manifest, ""
+            except OSError as problem:
+                self.trouble = f"version {snapshot.version} cannot be written to {self._store.folder}: {problem}"
+            else:
+                await self._collect()
+                return
+            _LOG.warning("%s; trying again", self.trouble)
+            with contextlib.suppress(TimeoutError):  # a newer snapshot, or closing, ends the wait
+                async with asyncio.timeout(_RETRY_S[min(attempt, len(_RETRY_S) - 1)]):
+                    await self._work.wait()
+            attempt += 1
+            if self._pending is not None or self._closing:
+                return
+
+    async def _collect(self) -> None:
+        try:
+            await self._channel.collect(self._store, keep=self._keep)
+        except OSError as problem:  # they stay marked: the next collection deletes them
+            _LOG.warning("old versions in %s cannot be deleted: %s", self._store.folder, problem)

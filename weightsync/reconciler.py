@@ -1,0 +1,265 @@
+"""The reconciler of one engine: brings it to the newest version, one engine at a time, and nobody waits for the slowest.
+
+`weightsync.reconcile.Core` decides; this edge looks, checks files, talks to the engine, and tells Redis. It lives in the process that owns the engine
+(rule W1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, ManifestError, RollstreamError, Unavailable, VersionGone
+from protocol.messages import EngineId, EngineState, Manifest
+from protocol.versions import Version
+from protocol.wakeups import RECHECK_S, Topic, Wakeups
+from weightsync.channel import Channel
+from weightsync.claim import Locked
+from weightsync.config import WeightsConfig
+from weightsync.control import EngineControl
+from weightsync.reconcile import Apply, Core, Pause, Prepare, Sight, Wait
+from weightsync.registry import Registry, UpdateTimes
+from weightsync.store import DirectoryStore
+
+_LOG = logging.getLogger(__name__)
+RESUME_S = 5.0
+"""Time kept back, after the deadline of an update, to let the engine go on."""
+_MARGIN_S = 2.0
+_REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since this reconciler started, for the engine's status."""
+
+    updates: int = 0
+    paused_s: float = 0.0
+    failures: int = 0
+    trouble: str = ""
+    """Why the newest version is not served yet; empty while all is well."""
+
+
+class Reconciler:
+    """`await Reconciler(...).run()` in a task of the engine host, beside the heartbeat.
+
+    consumes: the weight pointer / produces: an engine that serves it, acked / waits for: a newer version, a pause, a repair / unblocked by: wake-ups `weights`
+    and `engines`, and a look every second.
+    """
+
+    def __init__(
+        self,
+        engine_id: EngineId,
+        boot_nonce: str,
+        *,
+        control: EngineControl,
+        channel: Channel,
+        registry: Registry,
+        store: DirectoryStore,
+        config: WeightsConfig,
+        wakeups: Wakeups,
+        idle: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`idle`: whether the engine has no request now, so that pausing it pauses nobody."""
+        self._engine_id = engine_id
+        self._boot_nonce = boot_nonce
+        self._control = control
+        self._registry = registry
+        self._store = store
+        self._config = config
+        self._wakeups = wakeups
+        self._idle = idle
+        self._claim = channel.claim(engine_id, boot_nonce)
+        self._core = Core(min_interval_s=config.min_interval_s)
+        self._manifest: Manifest | None = None
+        self._prepare_s = 0.0
+        self._holds_pause = False
+        self.totals = Totals()
+
+    async def run(self) -> None:
+        """Follow the newest version until cancelled. Order of stopping: an update under way is broken off, the engine goes on, the lock is free.
+
+        Raises: `Superseded` (another process has this engine now), `RedisUnavailable`.
+        """
+        mine = False
+        try:
+            while True:
+                mark = self._wakeups.mark(Topic.WEIGHTS, Topic.ENGINES)
+                seen = await self._claim.look(self._manifest.version if self._manifest else None)
+                if isinstance(seen, Locked):
+                    mine = False
+                    self._core.lost()
+                    await self._wakeups.wait(Topic.ENGINES, since=mark, timeout_s=min(seen.for_s, RECHECK_S))
+                    continue
+                if not mine and seen.state is not None:
+                    mine = True
+                    await self._take_over(seen.state)
+                    continue
+                if seen.manifest is not None:
+                    self._manifest = seen.manifest
+                self._core.seen(Sight(seen.newest, seen.state))
+                until = await self._work()
+                timeout_s = RECHECK_S if until is None else min(RECHECK_S, max(0.0, until - time.monotonic()))
+                await self._wakeups.wait(Topic.WEIGHTS, Topic.ENGINES, since=mark, timeout_s=timeout_s)
+        finally:
+            await _finish(self._claim.release())
+
+    async def _take_over(self, state: EngineState) -> None:
+        """Whoever had the engine before may have left it half-updated: off the routes until the newest version is applied in full (rule W1)."""
+        if state is EngineState.ROUTABLE:
+            await self._registry.mark_unfit(self._engine_id, self._boot_nonce, "its reconciler was replaced")
+        with contextlib.suppress(*_REFUSALS):
+            await self._control.end_session(deadline_s=RESUME_S)
+
+    async def _work(self) -> float | None:
+        """Do what the core says until it waits; until when it does."""
+        while True:
+            command = self._core.next(time.monotonic())
+            match command:
+                case Wait(until):
+                    return until
+                case Prepare(version):
+                    await self._prepare(version)
+                case Pause(_):
+                    await self._ask()
+                case Apply(version):
+                    await self._apply(version)
+
+    async def _prepare(self, version: Version) -> None:
+        started = time.monotonic()
+        try:
+            if self._manifest is None or self._manifest.version != version:
+                raise VersionGone(f"version {version} has no manifest any more")
+            await asyncio.to_thread(self._store.verify, self._manifest)
+        except (ManifestError, OSError) as problem:
+            await self._prepare_failed(version, problem)
+            return
+        self._prepare_s = time.monotonic() - started
+        self._core.prepared(version)
+
+    async def _prepare_failed(self, version: Version, problem: Exception) -> None:
+        """The engine was not touched and goes on. A version that is gone is ordinary: a newer one is there, or will be."""
+        self._core.prepare_failed(time.monotonic())
+        if self._trouble(f"prepare {version}: {problem}") and not isinstance(problem, VersionGone):
+            await self._registry.prepare_failed(self._engine_id, version, str(problem))
+
+    async def _ask(self) -> None:
+        idle, valid_s = self._idle(), self._config.apply_deadline_s + RESUME_S + _MARGIN_S
+        if await self._claim.pause(most=self._config.max_paused, valid_s=valid_s, idle=idle):
+            self._holds_pause = not idle
+            self._core.granted()
+        else:
+            self._core.refused()
+
+    async def _give_pause(self) -> None:
+        if self._holds_pause:
+            self._holds_pause = False
+            await self._claim.resumed()
+
+    async def _apply(self, version: Version) -> None:
+        """Pause, load, continue, verify, ack. Whatever happens, the engine is told to continue; if it did not take the version, it is unfit first."""
+        end = time.monotonic() + self._config.apply_deadline_s
+        manifest = self._manifest
+        assert manifest is not None, "a version that is prepared has a manifest"
+        try:
+            path = self._store.locate(manifest)
+            times = await self._update(path, version, end)
+            await self._give_pause()
+            await self._verify(version, end)
+        except ManifestError as problem:
+            await self._give_pause()
+            await self._prepare_failed(version, problem)
+            return
+        except _REFUSALS as problem:
+            await self._failed(version, problem)
+            return
+        if await self._registry.ack(self._engine_id, self._boot_nonce, version, reconciler=self._claim.owner, times=times):
+            self._core.applied(version, time.monotonic())
+            self.totals.updates += 1
+            self.totals.trouble = ""
+        else:  # the registry forgot this boot in an outage: its next beat registers it anew, and it starts over
+            self._core.apply_failed(time.monotonic())
+
+    async def _update(self, path: Path, version: Version, end: float) -> UpdateTimes:
+        started = loading = loaded = time.monotonic()
+        touched = False
+        try:
+            await self._control.pause(self._config.pause_mode, deadline_s=_left(end))
+            loading, touched = time.monotonic(), True
+            await self._control.update_from_disk(str(path), str(version), deadline_s=_left(end))
+            loaded, touched = time.monotonic(), False
+            await self._control.resume(deadline_s=_left(end))
+        except BaseException as problem:
+            await _finish(self._let_go(_reason(version, problem), touched=touched))
+            raise
+        finally:
+            paused_s = time.monotonic() - started
+            self.totals.paused_s += paused_s
+        return UpdateTimes(pause_s=paused_s, apply_s=loaded - loading, prepare_s=self._prepare_s)
+
+    async def _let_go(self, reason: str, *, touched: bool) -> None:
+        """Never leave an engine paused. Requests that would go on over weights nobody vouches for end first; they are sampled again elsewhere."""
+        with contextlib.suppress(Unavailable, TimeoutError):  # without Redis its route runs out by itself
+            async with asyncio.timeout(RESUME_S / 3):
+                await self._registry.mark_unfit(self._engine_id, self._boot_nonce, reason)
+        if touched:
+            with contextlib.suppress(*_REFUSALS):
+                await self._control.abort_all(deadline_s=RESUME_S / 3)
+        with contextlib.suppress(*_REFUSALS):
+            await self._control.resume(deadline_s=RESUME_S / 3)
+
+    async def _verify(self, version: Version, end: float) -> None:
+        """The engine says so, and a token that it writes now says so."""
+        if (served := await self._control.weight_version(deadline_s=_left(end))) != str(version):
+            raise ApplyFailed(f"the engine took the update and says it serves {served!r}")
+        if set(written := await self._control.probe(deadline_s=_left(end))) != {str(version)}:
+            raise ApplyFailed(f"the engine says it serves {version}, and its next token says {', '.join(written)}")
+
+    async def _failed(self, version: Version, problem: Exception) -> None:
+        reason = _reason(version, problem)
+        self.totals.failures += 1
+        self._core.apply_failed(time.monotonic())
+        self._trouble(reason)
+        await self._registry.mark_unfit(self._engine_id, self._boot_nonce, reason)
+        await self._give_pause()
+
+    def _trouble(self, reason: str) -> bool:
+        """Report a problem once; False if it is the one reported last."""
+        fresh = reason != self.totals.trouble
+        if fresh:
+            _LOG.warning("engine %s: %s", self._engine_id, reason)
+        self.totals.trouble = reason
+        return fresh
+
+
+def _reason(version: Version, problem: BaseException) -> str:
+    return f"apply {version}: {str(problem) or type(problem).__name__}"
+
+
+def _left(end: float) -> float:
+    return end - time.monotonic()
+
+
+async def _finish(work: Coroutine[Any, Any, None]) -> None:
+    """Cleanup that ends before we do, also when we are cancelled, within its own time; its failure is logged, not raised."""
+    task = asyncio.create_task(work, name="reconciler:let-go")
+    interrupted = False
+    end = time.monotonic() + RESUME_S + _MARGIN_S
+    while not task.done() and _left(end) > 0:
+        try:
+            await asyncio.wait({task}, timeout=_left(end))
+        except asyncio.CancelledError:
+            interrupted = True
+    task.cancel()
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(outcome, RollstreamError):
+        _LOG.warning("while stopping: %s", outcome)
+    elif isinstance(outcome, Exception):
+        raise outcome
+    if interrupted:
+        raise asyncio.CancelledError
