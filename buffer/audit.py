@@ -74,9 +74,11 @@ class AuditSpill:
         return count
 
     async def _run(self) -> None:
-        while not self._stop.is_set():
+        stopping = False
+        while not stopping:  # one more round after the stop, for what came last
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), timeout=_EVERY_S)
+            stopping = self._stop.is_set()
             try:
                 await self.flush()
             except (RedisError, OSError) as problem:  # the stream keeps what the file has not; the next round tries again

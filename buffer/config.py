@@ -52,3 +52,11 @@ class BufferConfig(Section):
     def admission_limit(self) -> int:
         """Groups that may be outstanding: `ceil((D + 1) * B)`."""
         return math.ceil((self.pipeline_depth + 1) * self.groups_per_step)
+
+    def least_byte_budget(self, *, group_bytes: int, checkpoints_kept: int, checkpoint_steps: int) -> int:
+        """The smallest budget that cannot stall the run: what may be outstanding, and what the kept checkpoints hold back (rule P3).
+
+        Units: `group_bytes` is the upper bound of one payload; a checkpoint is taken every `checkpoint_steps`.
+        """
+        retained = (checkpoints_kept * checkpoint_steps + self.retention) * self.groups_per_step
+        return (self.admission_limit + retained) * group_bytes

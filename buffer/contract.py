@@ -166,7 +166,11 @@ class Ledger(Protocol):
 
     # producers --------------------------------------------------------------------------------------------------------------
     async def reserve(self, owner: str, request_id: str, n: int, *, max_bytes: int) -> Granted | Blocked:
-        """Up to `n` slots and at least 1, each charged `max_bytes`; rules S1, S3, P3. Raises: `RunEnded`."""
+        """Up to `n` slots and at least 1, each charged `max_bytes`; rules S1, S3, P3.
+
+        Edges, in this order: no trainer (none has ever attached), no slot, no budget, no engine (none routable), no version (none that the guard would take).
+        Raises: `RunEnded`; `ConfigError` for a `max_bytes` over the whole budget.
+        """
 
     async def bind(self, seq: Seq, token: SlotToken, prompt_id: str) -> str:
         """Bind the prompt of a `seq` once (rule S5); the bound id, which an earlier attempt may have chosen. Raises: `SlotLost`."""
@@ -175,20 +179,30 @@ class Ledger(Protocol):
         """Heartbeat of exactly these slots; those that are lost come back (rule S2)."""
 
     async def put(self, header: GroupHeader, payload: bytes) -> PutResult:
-        """GENERATING → READY (rule P1). Raises: `SlotLost`, `PayloadTooLarge` (the slot is kept; `release` it as failed)."""
+        """GENERATING → READY (rule P1).
+
+        Raises: `SlotLost`, `PayloadTooLarge` and, for a version that this run never trained, `DecodeError` (both keep the slot; `release` it as failed).
+        """
 
     async def release(self, seq: Seq, token: SlotToken, reason: Reason) -> None:
         """FAILED: a counted attempt, retried or dead. FILTERED: dead. GIVEN_BACK: retried, not counted. Raises: `SlotLost`."""
 
     # trainer ----------------------------------------------------------------------------------------------------------------
     async def attach(self, checkpoint: CheckpointRef | None, *, trainer_id: str) -> Attachment:
-        """New incarnation and rewind to `checkpoint` in one script (rule T1). Reopens a draining run. None: from the starting weights, step 0."""
+        """New incarnation and rewind to `checkpoint` in one script (rule T1). Reopens a draining run. None: from the starting weights, step 0.
+
+        Each call is a new attachment; only a repeat by the connection is the same. Its parent is the incarnation before, where the checkpoint lies on that
+        one's line. Newer registered checkpoints are forgotten. Raises: `StepOrder` if `checkpoint` is not registered, or None is older than what is kept.
+        """
 
     async def open_step(self, incarnation: int, step: int) -> StepRecord:
         """Freeze step `trained + 1` (rule T2), or the record that is journalled. Raises: `Fenced`, `StepOrder`."""
 
     async def lease(self, incarnation: int, step: int, chunk: int) -> ChunkRecord | Blocked:
-        """The journalled chunk, or exactly the chunk's size of READY groups, oldest first, after the guard (rule T3). Raises: `Fenced`, `StepOrder`."""
+        """The journalled chunk, or exactly the chunk's size of READY groups, oldest first, after the guard (rule T3).
+
+        Raises: `Fenced`; `StepOrder`, also when this incarnation has not opened the step; `RunEnded` for a chunk that a draining run has not journalled.
+        """
 
     async def payload_lost(self, incarnation: int, step: int, chunk: int, seq: Seq) -> ChunkRecord | Blocked:
         """Take a group whose payload is gone out of the unfinished head step and refill (rule P2); in a replayed step, leave a hole."""
@@ -197,7 +211,10 @@ class Ledger(Protocol):
         """LEASED → TRAINED for the whole step (rule T4). `stats` go into the audit event."""
 
     async def checkpoint(self, incarnation: int, checkpoint: CheckpointRef, *, keep: int) -> tuple[CheckpointRef, ...]:
-        """Register a durable checkpoint, keep the newest `keep` (at least 2), free what the oldest kept one covers (rule T5). Returns those kept."""
+        """Register a durable checkpoint, keep the newest `keep` (at least 2), free what the oldest kept one covers (rule T5). Returns those kept.
+
+        While fewer than `keep` are registered the starting weights count as one, and nothing is freed.
+        """
 
     async def drain(self, incarnation: int, reason: str) -> None:
         """End of the run (rule T8)."""

@@ -123,7 +123,10 @@ class RedisLedger:
         return bool(reply[0])
 
     async def join(self, identity: RunIdentity) -> BufferConfig:
-        raw = await self._client.hmget(self._run.state, ["identity", "settings"])
+        try:
+            raw = await self._client.hmget(self._run.state, ["identity", "settings"])
+        except (RedisConnectionError, RedisTimeoutError, OSError) as problem:
+            raise RedisUnavailable(f"join: Redis did not answer in time ({problem})") from problem
         if raw[0] is None or raw[1] is None:
             raise RunMissing(_missing(self._run.run))
         RunIdentity(**orjson.loads(raw[0])).check(identity, run=self._run.run)

@@ -42,7 +42,7 @@ class RunTotals:
 
 def totals(events: Sequence[Event], witness: Sequence[WitnessLine], status: LedgerStatus | None = None) -> RunTotals:
     """Totals by audit and witness, with the ledger's final state where it is known (without it, what is not accounted for counts as outstanding)."""
-    line = surviving(events, witness)
+    line = surviving(witness, events)
     if status is not None:  # a trainer that died between its witness line and the ledger did a step that nobody counts
         line = [step for step in line if step.step <= status.trained]
     trained = Counter(seq for step in line for seq in step.seqs)
@@ -74,11 +74,11 @@ def totals(events: Sequence[Event], witness: Sequence[WitnessLine], status: Ledg
     )
 
 
-def surviving(events: Sequence[Event], witness: Sequence[WitnessLine]) -> list[WitnessLine]:
+def surviving(witness: Sequence[WitnessLine], events: Sequence[Event] = ()) -> list[WitnessLine]:
     """The steps that made the final weights, in order.
 
-    Each incarnation resumed after `fork_step` of its parent, so its parent's later steps have no effect; the newest incarnation decides, also when it did
-    no step of its own.
+    Each incarnation resumed after `fork_step` of its parent, so its parent's later steps have no effect; the newest incarnation decides; one that did
+    no step of its own is known from `events` only.
     """
     forks = {line.incarnation: (line.parent, line.fork_step) for line in witness}
     for one in events:
@@ -101,22 +101,21 @@ def _disagreements(
     found = []
     chunks: dict[int, dict[int, list[int]]] = {}
     by_audit: dict[tuple[int, int], tuple[str, set[int]]] = {}
-    lost: set[tuple[int, int]] = set()
     for one in events:
         fields = cast("Any", one.fields)
         if one.op == "leased":
-            chunks.setdefault(fields["step"], {})[fields["chunk"]] = fields["seqs"]
+            chunks.setdefault(fields["step"], {})[fields["chunk"]] = list(fields["seqs"])
         elif one.op == "payload_lost":
-            lost.add((fields["step"], fields["seq"]))
+            chunks[fields["step"]][fields["chunk"]].remove(fields["seq"])
         elif one.op == "trained":
             seqs = {seq for part in chunks.get(fields["step"], {}).values() for seq in part}
-            by_audit[fields["incarnation"], fields["step"]] = (fields["digest"], {seq for seq in seqs if (fields["step"], seq) not in lost})
+            by_audit[fields["incarnation"], fields["step"]] = (fields["digest"], seqs)
     by_witness = {(step.incarnation, step.step): step for step in witness}
     for (incarnation, step), (digest, seqs) in by_audit.items():
         seen = by_witness.get((incarnation, step))
         if seen is None:
             found.append(f"step {step} of incarnation {incarnation} is in the audit, not in the witness file")
-        elif seen.digest != digest or not set(seen.seqs) <= seqs:
+        elif seen.digest != digest or set(seen.seqs) != seqs:
             found.append(f"step {step} of incarnation {incarnation}: audit and witness differ")
     newest = max((one.step for one in line), default=0)
     found += [

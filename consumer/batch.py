@@ -83,7 +83,7 @@ def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup
     rewards = [[rollout.reward for rollout in group.rollouts] for _, group in groups]
     if odd := [header.seq for (header, _), row in zip(groups, rewards, strict=True) if len(row) != len(rewards[0])]:
         raise RollstreamError(f"group {odd[0]} has another number of rollouts than group {groups[0][0].seq}: rollout.group_size differs between producers")
-    values: NDArray[np.float32] = advantages(torch.tensor(rewards, dtype=torch.float64).reshape(len(rewards), -1)).numpy()
+    values: NDArray[np.float32] = advantages(torch.tensor(rewards, dtype=torch.float64).reshape(len(rewards), len(rewards[0]) if rewards else 1)).numpy()
     bound = record.step - 1 - record.cutoff if record.guard != "correct" else None
     laid: list[Siblings] = []
     ages_in_loss: list[NDArray[np.int32]] = []

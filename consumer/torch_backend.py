@@ -194,6 +194,7 @@ def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> C
 
 
 def _load(path: Path, device: torch.device) -> Any:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     except Exception as problem:  # transformers raises whatever the model's code raises

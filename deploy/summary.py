@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import orjson
 from rich.table import Table
 
-from buffer.audit import read_audit
+from buffer.audit import AuditSpill, read_audit
 from buffer.contract import LedgerStatus
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
@@ -35,10 +35,15 @@ WINDOW = 20
 async def write_summary(folder: Path, client: Client | None = None, keys: Keys | None = None) -> Summary:
     """Summarise the run in `folder`, write `summary.json` there and return it.
 
-    With `client` and `keys`, events that the trainer has not yet spilled to `audit.jsonl` are counted too, and the ledger is asked what is outstanding.
+    With `client` and `keys` the ledger is asked what is outstanding, and what happened after the trainer left (the final evaluation, engines that leave) is
+    moved into `audit.jsonl` first, so that the file tells the whole run once Redis is gone.
     """
-    status = await RedisLedger(client, keys).status() if client is not None and keys is not None else None
-    events = await read_audit(folder / "audit.jsonl", client, keys)
+    status = None
+    if client is not None and keys is not None:
+        status = await RedisLedger(client, keys).status()
+        async with AuditSpill(client, keys, folder / "audit.jsonl") as spill:
+            await spill.flush()
+    events = await read_audit(folder / "audit.jsonl")
     summary = summarise(events, read_witness(folder / "witness.jsonl"), status=status, resources=read_resources(folder))
     scratch = folder / ".summary.json"
     scratch.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

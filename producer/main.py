@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -38,7 +39,7 @@ from producer.work import GroupWork
 from protocol.config import load
 from protocol.connection import Client, check_server, connect
 from protocol.daemon import arguments, run_daemon
-from protocol.errors import ConfigError, RedisUnavailable, RunMissing
+from protocol.errors import RedisUnavailable, RunMissing
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
 from protocol.messages import Edge, ProducerStatus
@@ -47,7 +48,7 @@ from protocol.wakeups import Topic, Wakeups, wakeups
 from weightsync.registry import Registry
 
 _LOG = logging.getLogger(__name__)
-_FIRST_CONTACT_S = 5.0
+_LEAVE_S = 1.0
 
 
 def main() -> int:
@@ -92,7 +93,8 @@ async def produce(options: argparse.Namespace, stop: asyncio.Event) -> None:
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
         prepared = await asyncio.to_thread(prepare, config)
-        await _first_contact(config.redis.url)
+        facts = await check_server(client, url=config.redis.url)
+        _LOG.info("redis %s: %s", facts.version, facts.durability)
         here = _here(options.index)
         async with wakeups(client, keys) as waker:
             await _Member(config, prepared=prepared, here=here, client=client, keys=keys, waker=waker).run(stop)
@@ -103,18 +105,6 @@ async def produce(options: argparse.Namespace, stop: asyncio.Event) -> None:
 def _here(index: int | None) -> ProducerStatus:
     host, pid = socket.gethostname(), os.getpid()
     return ProducerStatus(producer_id=f"{host}-{pid}" if index is None else f"producer-{index}", host=host, pid=pid)
-
-
-async def _first_contact(url: str) -> None:
-    """The server is there and safe to use. Raises: `ConfigError`; a server that has never answered is a wrong address rather than an outage."""
-    client = connect(url, deadline_s=_FIRST_CONTACT_S)
-    try:
-        facts = await check_server(client, url=url)
-        _LOG.info("redis %s: %s", facts.version, facts.durability)
-    except RedisUnavailable as problem:
-        raise ConfigError(str(problem)) from problem
-    finally:
-        await client.aclose()
 
 
 class _Member:
@@ -159,7 +149,9 @@ class _Member:
                 await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=BEAT_S)
         except BaseException:
             if waiting:
-                await self._presence.leave(self._here.producer_id)
+                with contextlib.suppress(RedisUnavailable, TimeoutError):  # then it expires
+                    async with asyncio.timeout(_LEAVE_S):
+                        await self._presence.leave(self._here.producer_id)
             raise
 
     async def _work(self, stop: asyncio.Event, ledger: Ledger, settings: BufferConfig, session: aiohttp.ClientSession) -> None:

@@ -21,10 +21,12 @@ from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptEr
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from protocol.errors import ConfigError, RedisUnavailable, UnsafeRedis
+from protocol.errors import ConfigError, RedisUnavailable, RedisUnreachable, UnsafeRedis
 
 Client: TypeAlias = "redis.Redis"
 MIN_REDIS = (7, 0)
+START_S = 10.0
+"""How long a starting process waits for its server: one that is being restarted is back by then, a wrong address is told soon."""
 _REFUSED = (AuthenticationError, AuthorizationError)
 """Connection errors of redis-py that no retry mends."""
 _CONNECTION_FAULTS = (RedisConnectionError, RedisTimeoutError, OSError)
@@ -129,17 +131,19 @@ def connect(url: str, *, deadline_s: float = 30.0, max_connections: int = 64) ->
 async def check_server(client: Client, *, url: str) -> ServerFacts:
     """Facts of the server, once it is known to be safe for a run.
 
-    Raises: `RedisUnavailable` if it does not answer; `UnsafeRedis` if it is too old or its `maxmemory-policy` can evict.
+    Raises: `RedisUnreachable` if it does not answer within `START_S`; `UnsafeRedis` if it is too old or its `maxmemory-policy` can evict.
     """
     try:
-        info: dict[str, Any] = await client.info()
-        config: dict[str | None, str | None] = {}
-        for pattern in ("maxmemory-policy", "maxmemory", "appendonly", "appendfsync"):
-            config |= await client.config_get(pattern)
-    except _CONNECTION_FAULTS as problem:
+        async with asyncio.timeout(START_S):
+            info: dict[str, Any] = await client.info()
+            config: dict[str | None, str | None] = {}
+            for pattern in ("maxmemory-policy", "maxmemory", "appendonly", "appendfsync"):
+                config |= await client.config_get(pattern)
+    except (TimeoutError, *_CONNECTION_FAULTS) as problem:
         if _refused(problem):
             raise ConfigError(f"redis.url {url}: {problem}; correct the user and password in redis.url") from problem
-        raise RedisUnavailable(f"redis.url {url}: no answer ({problem}); start Redis there (`rollstream redis`) or correct redis.url") from problem
+        seen = str(problem) or f"within {START_S:.0f} s"
+        raise RedisUnreachable(f"redis.url {url}: no answer ({seen}); start Redis there (`rollstream redis`) or correct redis.url") from problem
     except RedisError as problem:
         raise UnsafeRedis(f"redis.url {url}: INFO or CONFIG GET was refused ({problem}); allow both for this user") from problem
     version = str(info["redis_version"])

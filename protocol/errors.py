@@ -6,7 +6,8 @@
     ├── ConfigError                     exit 2   the person must change something
     │   ├── IdentityMismatch                     the run exists with another dataset, tokenizer, seed, G or schema
     │   ├── RunExists / RunMissing               --new on an existing run, --resume on none
-    │   └── UnsafeRedis                          evicting, too old, or not reachable by this configuration
+    │   ├── RedisUnreachable                     nothing answers at redis.url when a process starts
+    │   └── UnsafeRedis                          evicting, or too old
     ├── Unavailable                     exit 75  try again later; nothing is wrong with the configuration
     │   ├── RedisUnavailable
     │   └── EngineUnavailable
@@ -60,6 +61,10 @@ class RunExists(ConfigError):
 
 class RunMissing(ConfigError):
     """`--resume` was asked for, and there is no such run."""
+
+
+class RedisUnreachable(ConfigError):
+    """Nothing answers at redis.url when a process starts: a wrong address, or no server. Later outages are `RedisUnavailable`."""
 
 
 class UnsafeRedis(ConfigError):

@@ -32,7 +32,7 @@ class Topic(StrEnum):
     READY = "ready"
     """A group became READY: lease may succeed."""
     WEIGHTS = "weights"
-    """The weight pointer moved."""
+    """The weight pointer moved, or an engine needs weights: a new boot, or one found unfit."""
     ENGINES = "engines"
     """An engine changed state or version."""
     RUN = "run"

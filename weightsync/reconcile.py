@@ -16,7 +16,7 @@ Pause(version=Version(incarnation=1, n=3))
 >>> core.granted(); core.next(now=0.1)
 Apply(version=Version(incarnation=1, n=3))
 >>> core.applied(Version(1, 3), now=0.2); core.next(now=0.2)
-Wait(until=None)
+Wait(until=None, for_pause=False)
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Until something changes, or until then."""
+    """Until the news that reconcilers get, or until then."""
 
     until: float | None
+    for_pause: bool = False
+    """Others hold the pause: until any engine's news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Core:
         """What to do now. Ask again after each event."""
         version = self.due
         if version is None or self._refused:
-            return Wait(None)
+            return Wait(None, for_pause=version is not None)
         if now < self._not_before:
             return Wait(self._not_before)
         if self._prepared != version:

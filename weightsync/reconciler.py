@@ -48,8 +48,8 @@ class Totals:
 class Reconciler:
     """`await Reconciler(...).run()` in a task of the engine host, beside the heartbeat.
 
-    consumes: the weight pointer / produces: an engine that serves it, acked / waits for: a newer version, a pause, a repair / unblocked by: wake-ups `weights`
-    and `engines`, and a look every second.
+    consumes: the weight pointer / produces: an engine that serves it, acked / waits for: a newer version, a repair, a pause / unblocked by: wake-ups `weights`
+    (for a pause also `engines`), and a look every second.
     """
 
     def __init__(
@@ -103,9 +103,10 @@ class Reconciler:
                 if seen.manifest is not None:
                     self._manifest = seen.manifest
                 self._core.seen(Sight(seen.newest, seen.state))
-                until = await self._work()
-                timeout_s = RECHECK_S if until is None else min(RECHECK_S, max(0.0, until - time.monotonic()))
-                await self._wakeups.wait(Topic.WEIGHTS, Topic.ENGINES, since=mark, timeout_s=timeout_s)
+                wait = await self._work()
+                timeout_s = RECHECK_S if wait.until is None else min(RECHECK_S, max(0.0, wait.until - time.monotonic()))
+                topics = (Topic.WEIGHTS, Topic.ENGINES) if wait.for_pause else (Topic.WEIGHTS,)
+                await self._wakeups.wait(*topics, since=mark, timeout_s=timeout_s)
         finally:
             await _finish(self._claim.release())
 
@@ -116,13 +117,13 @@ class Reconciler:
         with contextlib.suppress(*_REFUSALS):
             await self._control.end_session(deadline_s=RESUME_S)
 
-    async def _work(self) -> float | None:
-        """Do what the core says until it waits; until when it does."""
+    async def _work(self) -> Wait:
+        """Do what the core says until it waits."""
         while True:
             command = self._core.next(time.monotonic())
             match command:
-                case Wait(until):
-                    return until
+                case Wait():
+                    return command
                 case Prepare(version):
                     await self._prepare(version)
                 case Pause(_):

@@ -22,6 +22,7 @@ end
 if call('STRLEN', payload) ~= bytes then return {'PAYLOAD_MISSING'} end
 call('PERSIST', payload)
 call('ZREM', DEADLINES, seq)
+if num('budget') - num('bytes') < g.m then wake('slot') end -- somebody may be waiting for the bytes that come free
 add('bytes', bytes - g.m)
 g.s, g.b, g.v, g.o, g.m = 'ready', bytes, versions, nil, nil
 keep(seq, g)

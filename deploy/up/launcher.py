@@ -16,10 +16,10 @@ from deploy.up.process import ChildProcess
 from deploy.up.records import Record, read_records, write_records
 from deploy.up.resources import Resources, measure
 from deploy.up.supervisor import STOP_ORDER, Child, Command, Finish, Kill, Life, Policy, Role, Settle, Start, Supervisor, Terminate
-from protocol.errors import EXIT_DRAINED, EXIT_FAULT, RedisUnavailable, RollstreamError
+from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_TRY_AGAIN, RedisUnavailable, RollstreamError
 
 _LOG = logging.getLogger(__name__)
-_SAMPLE_S = 3.0
+_SAMPLE_S = 5.0
 _SETTLE_S = 120.0
 _LEAVE_S = 10.0
 _TAIL_BYTES = 4000
@@ -237,6 +237,13 @@ class Launcher:
         idle = child.role is Role.PRODUCER or (child.role is Role.ENGINE and self._core.lives[child].code == EXIT_DRAINED)
         return idle and await self._hooks.drained()
 
+    async def _redis_is_there(self) -> bool:
+        try:
+            await self._hooks.redis_answers()
+        except RedisUnavailable:
+            return False
+        return True
+
     async def _start(self, child: Child) -> None:
         command = self._plan.argv(child)
         if child.role is not Role.REDIS:
@@ -264,6 +271,8 @@ class Launcher:
         if code is None:
             in_order = self._core.ending if child.role is Role.REDIS else await self._hooks.drained()
             code = EXIT_DRAINED if in_order else EXIT_FAULT
+        if code == EXIT_CONFIG and not await self._redis_is_there():
+            code = EXIT_TRY_AGAIN  # to a process that starts, an outage looks like a wrong address
         if self._resources is not None:
             self._resources.ended(pid, child.role.value, process.cpu_s)
         await self._events.put(_Exited(child, code, self._last_words(child)))

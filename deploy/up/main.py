@@ -17,6 +17,7 @@ import logging
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from deploy.up.supervisor import Child, Finish, Policy, Role
 from protocol.config import load
 from protocol.connection import check_server, connect
 from protocol.daemon import run_daemon
-from protocol.errors import ConfigError, RedisUnavailable, RollstreamError, RunExists, RunMissing, UnsafeRedis
+from protocol.errors import ConfigError, RedisUnavailable, RollstreamError, RunExists, RunMissing
 from protocol.keys import Keys
 from weightsync.config import store_folder
 
@@ -89,6 +90,7 @@ async def up(options: UpOptions) -> Path:
             listener.close()
     if finish.code:
         raise UpFailed(finish)
+    sys.stdout.write(f"run {config.run.name} has ended: {folder / 'summary.json'}\n")
     return folder
 
 
@@ -103,8 +105,6 @@ async def _check_place(config: UpConfig, options: UpOptions) -> None:
         try:
             facts = await check_server(client, url=config.redis.url)
             there = bool(await client.exists(Keys(config.run.name).state))
-        except RedisUnavailable as problem:
-            raise UnsafeRedis(str(problem)) from problem
         finally:
             await client.aclose()
         _LOG.info("Redis %s at %s: %s", facts.version, config.redis.url, facts.durability)
@@ -135,6 +135,7 @@ class _Up:
         self._options = options
         self._listener = listener
         self._folder = config.run.folder
+        self._live = options.live and sys.stdout.isatty()
         self._server: ServerCommand | None = None
         if not config.redis.url:
             self._server = server_command(self._folder / "redis", appendfsync=config.redis.appendfsync)
@@ -154,7 +155,7 @@ class _Up:
             launcher = Launcher(self._folder, processes, settings=self._config.digest, hooks=hooks, redis_url=self._url, policy=self._options.policy)
             finished = False
             try:
-                with _signals(launcher):
+                with _signals(launcher), _log_to(self._folder / "logs" / "up.log" if self._live else None):
                     await self._prepare(launcher, source)
                     async with self._observers(launcher, source):
                         finish = await launcher.run()
@@ -196,7 +197,7 @@ class _Up:
         from deploy.http.app import serve_app
         from deploy.live import show
 
-        looks = [self._observe("view", show(source, launcher, live=self._options.live))]
+        looks = [self._observe("view", show(source, launcher, live=self._live))]
         if self._listener is not None:
             looks.append(self._observe("http", serve_app(source, self._listener)))
         tasks = [asyncio.create_task(look, name=f"up:observer-{index}") for index, look in enumerate(looks)]
@@ -267,6 +268,25 @@ async def _healthy(source: PictureSource, found: dict[Child, int]) -> Collection
             break
         await asyncio.sleep(_LOOK_S)
     return healthy
+
+
+@contextlib.contextmanager
+def _log_to(path: Path | None) -> Iterator[None]:
+    """The live view owns the terminal: what is logged meanwhile goes to `path`."""
+    if path is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    before = root.handlers[:]
+    file = logging.FileHandler(path)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root.handlers[:] = [file]
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
+        file.close()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
@@ -37,16 +38,20 @@ class Stat:
     started: str
 
 
+@cache
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
 def stat_of(pid: int) -> Stat | None:
     """None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(b")") + 2 :].split()  # the command, in parentheses, may hold anything
     cpu = sum(int(part) for part in fields[11:15]) / _TICK
-    return Stat(state=fields[0].decode(), session=int(fields[3]), cpu_s=cpu, started=f"{boot}:{int(fields[19])}")
+    return Stat(state=fields[0].decode(), session=int(fields[3]), cpu_s=cpu, started=f"{_boot()}:{int(fields[19])}")
 
 
 def identity_of(pid: int) -> Identity | None:

@@ -26,7 +26,7 @@ from producer.config import EvalConfig
 from producer.engine.config import EngineConfig
 from protocol.config import ModelConfig, RedisConfig, RolloutConfig, RunConfig, Tree
 from protocol.connection import Client, check_server, connect
-from protocol.errors import ConfigError, RollstreamError, RunMissing
+from protocol.errors import ConfigError, RedisUnavailable, RollstreamError, RunMissing
 from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus, ProducerStatus
 from protocol.presence import Presence
@@ -110,6 +110,8 @@ async def _first_contact(url: str) -> None:
     client = connect(url, deadline_s=_FIRST_CONTACT_S)
     try:
         await check_server(client, url=url)
+    except RedisUnavailable as problem:  # a server that has never answered is a wrong address rather than an outage
+        raise ConfigError(str(problem)) from problem
     finally:
         await client.aclose()
 

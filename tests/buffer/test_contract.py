@@ -26,7 +26,6 @@ from protocol.versions import Fork, Version
 
 from .conftest import IDENTITY, Harness, header_for, reference, seqs_of, settings
 
-
 # -- creation ----------------------------------------------------------------------------------------------------------------------------------
 
 

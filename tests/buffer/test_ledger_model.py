@@ -94,7 +94,9 @@ class World:
         self.random = random.Random(seed)
         self.keeps = ALL - broken
         tokens = (f"t{n}" for n in itertools.count())
-        config = settings(groups_per_step=GROUPS, chunk_groups=CHUNK, pipeline_depth=depth, max_staleness=3, slot_seconds=4.0, max_attempts=1000, byte_budget=2000)
+        config = settings(
+            groups_per_step=GROUPS, chunk_groups=CHUNK, pipeline_depth=depth, max_staleness=3, slot_seconds=4.0, max_attempts=1000, byte_budget=2000
+        )
         self.ledger = PureLedger(IDENTITY, config, rules=Rules.without(*broken), new_token=lambda: next(tokens))
         self.state = self.ledger.state
         self.depth, self.exact = depth, exact

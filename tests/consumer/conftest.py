@@ -28,7 +28,7 @@ from protocol.codec import digest, encode_group
 from protocol.connection import Client
 from protocol.errors import RunEnded, RunMissing
 from protocol.keys import Keys
-from protocol.messages import Attempt, EngineId, EngineState, EngineStatus, GroupHeader, Reason, Rollout, RolloutGroup, Seq, SlotToken, Span
+from protocol.messages import Attempt, EngineId, EngineState, EngineStatus, GroupHeader, Rollout, RolloutGroup, Seq, SlotToken, Span
 from protocol.versions import Fork, Lineage, Version
 from protocol.wakeups import Topic, wakeups
 from weightsync.channel import Channel
@@ -132,6 +132,11 @@ class Sampler:
         return header_of(group, seq=seq, attempt=1, token="t", payload=encode_group(group)), group
 
 
+@pytest.fixture(name="header_of")
+def _header_of() -> Callable[..., GroupHeader]:
+    return header_of
+
+
 def header_of(group: RolloutGroup, *, seq: int, attempt: int, token: str, payload: bytes) -> GroupHeader:
     trainable: dict[Version, int] = {}
     for rollout in group.rollouts:
@@ -155,7 +160,7 @@ def header_of(group: RolloutGroup, *, seq: int, attempt: int, token: str, payloa
 
 @dataclass
 class Producer:
-    """Reserves one slot at a time and puts the group of its `seq`, so groups become ready in the order of `seq`. Waits for the run to exist."""
+    """Reserves one slot at a time and puts the group of its `seq`, so groups become ready in the order of `seq`. Waits for the run to begin, and again."""
 
     client: Client
     keys: Keys
@@ -173,11 +178,9 @@ class Producer:
                 mark = waker.mark(Topic.RUN)
                 try:
                     (slot,) = await buffer.reserve(1, 1 << 14)
-                except RunMissing:
+                except (RunMissing, RunEnded):
                     await waker.wait(Topic.RUN, since=mark)
                     continue
-                except RunEnded:
-                    return
                 group = self.sampler.group(slot.seq, version=slot.min_version)
                 payload = encode_group(group)
                 await buffer.put(header_of(group, seq=slot.seq, attempt=slot.attempt, token=slot.token, payload=payload), payload)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -102,7 +101,6 @@ async def test_a_stopped_run_resumes_to_the_bits_of_an_unbroken_one(redis: Clien
     await trained(whole, redis)
     producing(other)
     await trained(parts, redis)
-    producing(other, engine=False)
     await trained(configured(make_config(other.run, stop__steps=7)), redis, new=False)
     first, second = (read_witness(config.run.folder / "witness.jsonl") for config in (whole, parts))
     assert [(line.step, line.seqs, line.digest) for line in first] == [(line.step, line.seqs, line.digest) for line in second]
@@ -113,23 +111,25 @@ async def test_a_replaced_trainer_is_fenced_and_changes_nothing(redis: Client, k
     config = configured(make_config())
     producing(keys, limit=4)
     ledger = RedisLedger(redis, keys)
-    with pytest.raises(BaseExceptionGroup) as raised:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-            group.create_task(trained(config, redis))
-            while not (config.run.folder / "metrics.jsonl").exists() or (await ledger.status()).trained < 1:
-                await asyncio.sleep(0.05)
-            await ledger.attach(None, trainer_id="another")
+    task = asyncio.create_task(trained(config, redis))
+    metrics = config.run.folder / "metrics.jsonl"
+    async with asyncio.timeout(60):
+        while not (metrics.exists() and metrics.stat().st_size):
+            await asyncio.sleep(0.05)
+        await ledger.attach(None, trainer_id="another")
+        with pytest.raises(BaseExceptionGroup) as raised:
+            await task
     assert raised.value.split(Fenced)[1] is None, "nothing but Fenced ended it"
     status = await ledger.status()
     assert (status.incarnation, status.trained, status.state, status.checkpoints) == (2, 0, RunState.OPEN, ())
     assert [line.step for line in read_witness(config.run.folder / "witness.jsonl")] == [1]
 
 
-@pytest.mark.parametrize(("key", "value", "steps"), [("tokens", 1, 1), ("reward", 1e-9, 20), ("seconds", 1e-6, 1)])
-async def test_each_stop_criterion_ends_the_run_at_a_step(
-    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], key: str, value: float, steps: int
-):
+@pytest.mark.parametrize("criterion", [("tokens", 1, 1), ("reward", 1e-9, 20), ("seconds", 1e-6, 1)])
+async def test_each_stop_criterion_ends_the_run_at_a_step(redis: Client, make_config: Tables, producing: Callable[..., Any], criterion: tuple[str, float, int]):
+    key, value, steps = criterion
     tables = make_config()
+    keys = Keys(tables["run"]["name"])
     tables["stop"] = {key: value}
     config = configured(tables)
     producing(keys)

@@ -31,12 +31,12 @@ def test_a_step_that_a_resume_trains_again_counts_once_as_it_stands() -> None:
     run = small_run()
     run.event(11, "attached", incarnation=2, incarnation_id="b", parent=1, fork_step=1, trainer_id="t2")
     rewound = read_history(run.events).depth[-1]
-    assert (rewound.leased, rewound.ready) == (2, 0)
+    assert (rewound.rewound, rewound.leased, rewound.ready) == (2, 0, 0)
     run.trained(12, 2, [2, 3], reward=0.7, staleness={"1": 20}, incarnation=2, replay=True)
     history = read_history(run.events)
     assert [(step.step, step.incarnation, step.reward) for step in history.steps] == [(1, 1, 0.2), (2, 2, 0.7)]
     assert len(history.every_step) == 3
-    assert history.depth[-1].leased == 0
+    assert (history.depth[-2].leased, history.depth[-1].leased, history.depth[-1].rewound) == (2, 0, 0)
 
 
 def test_a_released_group_leaves_the_depth_and_comes_back_with_its_next_attempt() -> None:

@@ -109,7 +109,7 @@ async def test_health_is_of_the_process_and_readiness_of_redis(redis: Client, ke
     async with service(PictureSource(redis, keys)) as get:
         assert await get("/healthz") == (200, {"status": "ok"})
         assert await get("/readyz") == (200, {"status": "ready"})
-    async with picture_source(f"unix://{tmp_path}/nobody.sock", "r", deadline_s=0.0) as away, service(away) as get:
+    async with picture_source(f"unix://{tmp_path}/nobody.sock", "r", deadline_s=0.2) as away, service(away) as get:
         assert (await get("/healthz"))[0] == 200
         for path in ("/readyz", "/v1/buffer"):
             status, body = await get(path)
@@ -129,10 +129,10 @@ async def test_an_unknown_path_names_the_known_ones(redis: Client, keys: Keys):
 
 async def test_only_get_is_answered(redis: Client, keys: Keys):
     listener = listen("127.0.0.1", 0)
-    async with http.running(PictureSource(redis, keys), listener), aiohttp.ClientSession() as session:
-        async with session.post(f"http://127.0.0.1:{listener.getsockname()[1]}/v1/buffer") as answer:
-            assert answer.status == 405
-            assert (await answer.json())["what_to_do"] == "use GET"
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/buffer"
+    async with http.running(PictureSource(redis, keys), listener), aiohttp.ClientSession() as session, session.post(url) as answer:
+        assert answer.status == 405
+        assert (await answer.json())["what_to_do"] == "use GET"
     listener.close()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from buffer.audit import read_audit
 from buffer.config import BufferConfig
 from buffer.redis_ledger import RedisLedger
 from deploy.summary import read_summary, spread, summarise, table, window_means, write_summary
@@ -81,15 +82,16 @@ def test_a_witness_and_an_audit_that_contradict_each_other_are_told() -> None:
     assert "step 2 of incarnation 1" in summarise(run.events, run.witness[:1])["disagreements"][0]
 
 
-async def test_the_summary_of_a_real_run_counts_what_is_still_in_redis(redis: Client, keys: Keys, tmp_path: Path) -> None:
+async def test_the_summary_of_a_real_run_moves_what_is_still_in_redis_into_its_file(redis: Client, keys: Keys, tmp_path: Path) -> None:
     ledger = RedisLedger(redis, keys)
     await ledger.create(RunIdentity(schema_major=1, seed=0, group_size=1, dataset="d", tokenizer="t"), BufferConfig(groups_per_step=1))
     await ledger.attach(None, trainer_id="t")
     (tmp_path / "resources.json").write_bytes(b'{"peak_pss_bytes": 7}')
-    await write_summary(tmp_path, redis, keys)
+    assert await write_summary(tmp_path, redis, keys) == read_summary(tmp_path)
     summary = read_summary(tmp_path)
     assert (summary["groups_lost"], summary["incarnations"], summary["max_staleness"], summary["peak_pss_bytes"]) == (0, 1, 8, 7)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["resources.json", "summary.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["audit.jsonl", "resources.json", "summary.json"]
+    assert [event.op for event in await read_audit(tmp_path / "audit.jsonl")] == ["created", "attached"]
 
 
 def test_a_run_that_did_nothing_has_a_summary_and_a_table() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,11 @@ class Stage:
         await self.registry.ack(name, engine.nonce, Version.parse(version))
         return engine
 
+    async def close(self) -> None:
+        for engine in self.engines:
+            engine.go.set()
+        await asyncio.gather(*(runner.cleanup() for runner in self.runners))
+
     async def audit(self, op: str) -> list[dict[str, Any]]:
         return [json.loads(fields[b"d"]) for _, fields in await self.redis.xrange(self.keys.audit) if fields[b"op"].decode() == op]
 
@@ -182,9 +188,13 @@ async def stage(tmp_path: Path, redis: Client, keys: Keys, redis_url: str) -> As
         try:
             yield stage
         finally:
-            for engine in stage.engines:
-                engine.go.set()
-            await asyncio.gather(*(runner.cleanup() for runner in stage.runners))
+            await stage.close()
+
+
+@pytest.fixture
+def make_stage(tmp_path: Path) -> Callable[..., Stage]:
+    """A stage on a Redis of the test's own; `close` it."""
+    return partial(Stage, tmp_path)
 
 
 @pytest.fixture

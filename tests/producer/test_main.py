@@ -6,16 +6,24 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+import pytest_asyncio
 
 from buffer.contract import RunState
+from deploy.redis_server import server_command, wait_ready
+from protocol.connection import connect
+from protocol.keys import Keys
 from protocol.messages import ProducerStatus
 from protocol.presence import Presence
-from protocol.wakeups import Topic
+from protocol.wakeups import Topic, wakeups
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,3 +172,62 @@ async def test_the_first_evaluation_comes_before_any_group_and_the_final_one_aft
     assert temperatures == [0.0] * 4 + [1.0] * 10 + [0.0] * 4
     audit = [fields[b"op"].decode() for _, fields in await stage.redis.xrange(stage.keys.audit)]
     assert audit.index("eval") < audit.index("reserved")
+
+
+class OwnRedis:
+    """A server of the test's own, to be killed and started again on the same data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.command = server_command(folder)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        self.process = subprocess.Popen(self.command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        await wait_ready(self.command.url)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+
+@pytest_asyncio.fixture
+async def own_redis() -> AsyncIterator[OwnRedis]:
+    with tempfile.TemporaryDirectory(prefix="rs-own-") as folder:
+        server = OwnRedis(Path(folder))
+        await server.start()
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+@pytest.mark.faults
+async def test_groups_finished_while_redis_is_away_are_put_when_it_is_back_and_a_longer_outage_ends_the_process(own_redis: OwnRedis, make_stage: Any) -> None:
+    url, keys = own_redis.command.url, Keys("outage")
+    client = connect(url, deadline_s=10.0)
+    async with wakeups(client, keys) as waker, aiohttp.ClientSession() as session:
+        stage = make_stage(redis=client, keys=keys, url=url, waker=waker, session=session)
+        try:
+            await stage.create(stage.config(), pipeline_depth=1.0)
+            engine = await stage.engine("a")
+            engine.behave = lambda _: "hang"
+            process = await start(stage.file(redis={"deadline_s": 6.0}))
+            await until(stage, lambda status: status.generating == 2, Topic.READY)
+            await engine.arrived.wait()
+
+            own_redis.kill()
+            engine.go.set()
+            await own_redis.start()
+            await until(stage, lambda status: status.ready == 4 and status.generating == 0, Topic.READY)
+            assert sorted(event["seq"] for event in await stage.audit("put")) == [0, 1, 2, 3]
+            assert await stage.audit("released") == []
+
+            own_redis.kill()
+            code, messages = await end(stage, process)
+            assert code == 75, messages
+            assert "Traceback" not in messages
+        finally:
+            await stage.close()
+            await client.aclose()

@@ -12,7 +12,7 @@ import pytest
 from deploy.redis_server import redis_server, server_command, wait_ready
 from protocol import connection
 from protocol.connection import Client, Script, ServerFacts, check_server, connect
-from protocol.errors import ConfigError, RedisUnavailable, UnsafeRedis
+from protocol.errors import ConfigError, RedisUnavailable, RedisUnreachable, UnsafeRedis
 from protocol.keys import Keys
 
 BEAT = Script("protocol", "lua/presence_beat.lua")
@@ -87,9 +87,9 @@ async def test_a_user_without_rights_is_told_which_commands_are_needed(redis: Cl
 
 
 @pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
-async def test_nobody_there_is_unavailable_once_the_deadline_has_passed(url: str) -> None:
+async def test_nobody_there_at_the_start_is_an_error_of_configuration_once_the_deadline_has_passed(url: str) -> None:
     async with client_of(url, deadline_s=0.2) as client:
-        with pytest.raises(RedisUnavailable, match=rf"redis.url {url}: no answer .*; start Redis there"):
+        with pytest.raises(RedisUnreachable, match=rf"redis.url {url}: no answer .*; start Redis there"):
             await check_server(client, url=url)
 
 
@@ -113,7 +113,7 @@ async def test_a_server_that_accepts_and_never_answers_is_unavailable(monkeypatc
         port = server.sockets[0].getsockname()[1]
         url = f"redis://127.0.0.1:{port}"
         async with client_of(url, deadline_s=0.1) as client:
-            with pytest.raises(RedisUnavailable):
+            with pytest.raises(RedisUnreachable):
                 await check_server(client, url=url)
         over.set()
         await asyncio.gather(*(handler for handler in handlers if handler is not None))

@@ -79,7 +79,7 @@ class ControlServer:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        self.url = "http://127.0.0.1:%d" % runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
             yield self
         finally:
@@ -156,7 +156,7 @@ class ControlServer:
         await self._note(request)
         return web.json_response({"weight_version": self.version})
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.paused else 200)
 
 
@@ -166,6 +166,7 @@ class Rig:
     def __init__(self, redis: Any, keys: Any, store: DirectoryStore, wakes: Wakeups, session: aiohttp.ClientSession) -> None:
         self.redis, self.keys, self.store, self.wakes, self.session = redis, keys, store, wakes, session
         self.channel, self.registry = Channel(redis, keys), Registry(redis, keys)
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def attach(self, incarnation: int, trained: int) -> None:
         """What the ledger writes."""
@@ -200,7 +201,9 @@ class Rig:
         )
 
     @contextlib.asynccontextmanager
-    async def engine(self, engine_id: str, boot: str = "b1", *, idle: bool = False, stage: tuple[str, ...] = (), **settings: Any) -> AsyncIterator[ControlServer]:
+    async def engine(
+        self, engine_id: str, boot: str = "b1", *, idle: bool = False, stage: tuple[str, ...] = (), **settings: Any
+    ) -> AsyncIterator[ControlServer]:
         """An engine with its reconciler."""
         async with ControlServer(boot).serving() as server:
             server.stage.extend(stage)
@@ -211,6 +214,7 @@ class Rig:
     @contextlib.asynccontextmanager
     async def running(self, reconciler: Reconciler) -> AsyncIterator[asyncio.Task[None]]:
         task = asyncio.create_task(reconciler.run(), name="test:reconciler")
+        self.tasks.append(task)
         try:
             yield task
         finally:
@@ -224,6 +228,9 @@ class Rig:
         async with asyncio.timeout(20):
             while True:
                 mark = self.wakes.mark(Topic.ENGINES)
+                for task in self.tasks:
+                    if task.done() and not task.cancelled():
+                        task.result()
                 engines = {status.engine_id: status for status in await self.registry.engines()}
                 if condition(engines):
                     return engines

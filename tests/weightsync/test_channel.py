@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from protocol.errors import Fenced, ManifestError, StepOrder, WeightError
 from protocol.versions import Version
+from weightsync.snapshot import Snapshot
+from weightsync.store import DirectoryStore
 
 
-async def test_a_published_version_is_newest_and_announced_once(rig):
+async def test_a_published_version_is_newest_and_announced_once(rig: Any):
     digest = await rig.publish(1, 0)
     newest = await rig.channel.newest()
     assert newest.version == Version(1, 0)
@@ -21,14 +25,14 @@ async def test_a_published_version_is_newest_and_announced_once(rig):
     assert [(event["version"], event["digest"], event["bytes"]) for event in events] == [("1:0", digest, newest.total_bytes)]
 
 
-async def test_before_the_first_publish_there_is_no_version(rig):
+async def test_before_the_first_publish_there_is_no_version(rig: Any):
     assert await rig.channel.newest() is None
     assert await rig.channel.newest_version() is None
     assert await rig.channel.pin("p") is None
     assert await rig.channel.versions() == ()
 
 
-async def test_a_trainer_that_was_replaced_publishes_nothing(rig, store, snapshot):
+async def test_a_trainer_that_was_replaced_publishes_nothing(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.publish(1, 3)
     await rig.attach(2, 3)
     manifest = store.write(snapshot(Version(1, 3)))
@@ -39,14 +43,14 @@ async def test_a_trainer_that_was_replaced_publishes_nothing(rig, store, snapsho
     assert await rig.channel.newest_version() == Version(1, 3)
 
 
-async def test_a_version_that_is_not_trained_is_not_published(rig, store, snapshot):
+async def test_a_version_that_is_not_trained_is_not_published(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(1, 3)
     with pytest.raises(StepOrder, match=r"trained 3 steps"):
         await rig.channel.publish(store.write(snapshot(Version(1, 4))), 1)
     assert await rig.channel.newest() is None
 
 
-async def test_the_pointer_moves_forward_only_within_and_over_incarnations(rig, store, snapshot):
+async def test_the_pointer_moves_forward_only_within_and_over_incarnations(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.publish(1, 5)
     with pytest.raises(WeightError, match="forward only"):
         await rig.channel.publish(store.write(snapshot(Version(1, 4))), 1)
@@ -54,14 +58,14 @@ async def test_the_pointer_moves_forward_only_within_and_over_incarnations(rig, 
     assert await rig.channel.newest_version() == Version(2, 3)
 
 
-async def test_a_version_with_other_weights_is_refused(rig, store, snapshot):
+async def test_a_version_with_other_weights_is_refused(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.publish(1, 5)
     manifest = await rig.channel.newest()
     with pytest.raises(ManifestError, match="other weights"):
         await rig.channel.publish(dataclasses.replace(manifest, digest="0" * 32), 1)
 
 
-async def test_two_concurrent_publishers_leave_the_newer_version(rig, store, snapshot):
+async def test_two_concurrent_publishers_leave_the_newer_version(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(1, 20)
     manifests = [store.write(snapshot(Version(1, n))) for n in range(10)]
     results = await asyncio.gather(*(rig.channel.publish(manifest, 1) for manifest in reversed(manifests)), return_exceptions=True)
@@ -71,7 +75,7 @@ async def test_two_concurrent_publishers_leave_the_newer_version(rig, store, sna
     assert order == sorted(order)
 
 
-async def test_collection_keeps_the_newest_few_and_what_is_pinned(rig, store):
+async def test_collection_keeps_the_newest_few_and_what_is_pinned(rig: Any, store: DirectoryStore):
     for n in range(3):
         await rig.publish(1, n)
     pinned = await rig.channel.pin("reader")
@@ -86,7 +90,7 @@ async def test_collection_keeps_the_newest_few_and_what_is_pinned(rig, store):
     assert await rig.channel.versions() == store.versions() == (Version(1, 6), Version(1, 7))
 
 
-async def test_collection_never_deletes_what_an_engine_serves_or_targets(rig, store):
+async def test_collection_never_deletes_what_an_engine_serves_or_targets(rig: Any, store: DirectoryStore):
     for n in range(2):
         await rig.publish(1, n)
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
@@ -105,7 +109,7 @@ async def test_collection_never_deletes_what_an_engine_serves_or_targets(rig, st
     assert store.versions() == (Version(1, 5),)
 
 
-async def test_a_pin_that_is_not_renewed_runs_out(rig, store, redis, keys):
+async def test_a_pin_that_is_not_renewed_runs_out(rig: Any, store: DirectoryStore, redis: Any, keys: Any):
     await rig.publish(1, 0)
     await rig.channel.pin("reader")
     await redis.hset(keys.weight_pins, "reader", "1:0:1")
@@ -114,7 +118,7 @@ async def test_a_pin_that_is_not_renewed_runs_out(rig, store, redis, keys):
     assert not await redis.hexists(keys.weight_pins, "reader")
 
 
-async def test_a_collection_that_was_broken_off_is_finished_by_the_next(rig, store, monkeypatch):
+async def test_a_collection_that_was_broken_off_is_finished_by_the_next(rig: Any, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch):
     for n in range(3):
         await rig.publish(1, n)
 
@@ -131,7 +135,7 @@ async def test_a_collection_that_was_broken_off_is_finished_by_the_next(rig, sto
     assert store.versions() == (Version(1, 2),)
 
 
-async def test_a_pin_racing_a_collection_holds_or_finds_a_newer_version(rig, store):
+async def test_a_pin_racing_a_collection_holds_or_finds_a_newer_version(rig: Any, store: DirectoryStore):
     """The pointer read and the pin are one step: whatever a reader was given is there until it lets go."""
     await rig.publish(1, 0)
     stop = asyncio.Event()

@@ -2,25 +2,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.errors import Fenced, StepOrder, WeightError
+from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync import publisher as publisher_module
 from weightsync.publisher import Publisher
+from weightsync.snapshot import Snapshot
 from weightsync.store import DirectoryStore
 
 
 class Gate(DirectoryStore):
     """A real store whose writes wait for the test."""
 
-    def __init__(self, folder, model_path):
+    def __init__(self, folder: Path, model_path: Path) -> None:
         super().__init__(folder, model_path)
         self.started, self.go = threading.Semaphore(0), threading.Semaphore(0)
         self.written: list[Version] = []
 
-    def write(self, snapshot):
+    def write(self, snapshot: Callable[[Version], Snapshot]):
         self.started.release()
         assert self.go.acquire(timeout=20)
         self.written.append(snapshot.version)
@@ -28,11 +33,11 @@ class Gate(DirectoryStore):
 
 
 @pytest.fixture
-def gate(store, model_path):
+def gate(store: DirectoryStore, model_path: Path):
     return Gate(store.folder, model_path)
 
 
-async def test_what_is_being_written_is_finished_and_the_newest_of_the_rest_follows(rig, gate, snapshot):
+async def test_what_is_being_written_is_finished_and_the_newest_of_the_rest_follows(rig: Any, gate: Gate, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(1, 9)
     async with Publisher(rig.channel, gate) as publisher:
         publisher.submit(snapshot(Version(1, 1)), 1)
@@ -48,7 +53,7 @@ async def test_what_is_being_written_is_finished_and_the_newest_of_the_rest_foll
     assert await rig.channel.newest_version() == Version(1, 4)
 
 
-async def test_nothing_is_visible_before_it_is_written(rig, gate, snapshot):
+async def test_nothing_is_visible_before_it_is_written(rig: Any, gate: Gate, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(1, 9)
     async with Publisher(rig.channel, gate) as publisher:
         publisher.submit(snapshot(Version(1, 1)), 1)
@@ -59,7 +64,7 @@ async def test_nothing_is_visible_before_it_is_written(rig, gate, snapshot):
         gate.verify(await rig.channel.newest())
 
 
-async def test_leaving_finishes_the_write_under_way_and_drops_what_waits(rig, gate, snapshot):
+async def test_leaving_finishes_the_write_under_way_and_drops_what_waits(rig: Any, gate: Gate, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(1, 9)
     async with Publisher(rig.channel, gate) as publisher:
         publisher.submit(snapshot(Version(1, 1)), 1)
@@ -70,7 +75,7 @@ async def test_leaving_finishes_the_write_under_way_and_drops_what_waits(rig, ga
     assert await rig.channel.newest_version() == Version(1, 1)
 
 
-async def test_a_replaced_trainer_learns_it_from_its_publisher(rig, store, snapshot):
+async def test_a_replaced_trainer_learns_it_from_its_publisher(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(2, 9)
     async with Publisher(rig.channel, store) as publisher:
         publisher.submit(snapshot(Version(1, 3)), 1)
@@ -81,7 +86,7 @@ async def test_a_replaced_trainer_learns_it_from_its_publisher(rig, store, snaps
     assert await rig.channel.newest() is None
 
 
-async def test_publishing_before_trained_is_a_bug_that_shows(rig, store, snapshot):
+async def test_publishing_before_trained_is_a_bug_that_shows(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(1, 3)
     async with Publisher(rig.channel, store) as publisher:
         publisher.submit(snapshot(Version(1, 4)), 1)
@@ -89,12 +94,12 @@ async def test_publishing_before_trained_is_a_bug_that_shows(rig, store, snapsho
             await publisher.drain(20)
 
 
-async def test_a_full_disk_is_survived(rig, store, snapshot, monkeypatch):
+async def test_a_full_disk_is_survived(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot], monkeypatch: pytest.MonkeyPatch):
     await rig.attach(1, 9)
     monkeypatch.setattr(publisher_module, "_RETRY_S", (0.01,))
     real, left = DirectoryStore.write, iter([28, 28])
 
-    def write(self, snap):
+    def write(self: DirectoryStore, snap: Snapshot) -> Manifest:
         if (number := next(left, None)) is not None:
             raise OSError(number, "No space left on device")
         return real(self, snap)
@@ -107,8 +112,8 @@ async def test_a_full_disk_is_survived(rig, store, snapshot, monkeypatch):
     assert await rig.channel.newest_version() == Version(1, 3)
 
 
-async def test_a_deadline_names_what_is_in_the_way(rig, store, snapshot, monkeypatch):
-    def write(self, snap):
+async def test_a_deadline_names_what_is_in_the_way(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot], monkeypatch: pytest.MonkeyPatch):
+    def write(self: DirectoryStore, snap: Snapshot) -> Manifest:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(DirectoryStore, "write", write)
@@ -118,7 +123,7 @@ async def test_a_deadline_names_what_is_in_the_way(rig, store, snapshot, monkeyp
             await publisher.drain(1)
 
 
-async def test_old_versions_go_as_new_ones_come(rig, store, snapshot):
+async def test_old_versions_go_as_new_ones_come(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     await rig.attach(1, 20)
     async with Publisher(rig.channel, store, keep=2) as publisher:
         for n in range(8):
@@ -127,7 +132,7 @@ async def test_old_versions_go_as_new_ones_come(rig, store, snapshot):
     assert store.versions() == await rig.channel.versions() == (Version(1, 6), Version(1, 7))
 
 
-async def test_leftovers_of_an_earlier_run_are_swept_before_the_first_version(rig, store, snapshot):
+async def test_leftovers_of_an_earlier_run_are_swept_before_the_first_version(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     other = snapshot(Version(1, 7))
     store.write(type(other)(version=Version(1, 0), tensors=other.tensors))
     await rig.attach(1, 0)
@@ -137,6 +142,6 @@ async def test_leftovers_of_an_earlier_run_are_swept_before_the_first_version(ri
     store.verify(await rig.channel.newest())
 
 
-async def test_a_publisher_that_is_not_running_says_so(rig, store, snapshot):
+async def test_a_publisher_that_is_not_running_says_so(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     with pytest.raises(WeightError, match="async with"):
         Publisher(rig.channel, store).submit(snapshot(Version(1, 0)), 1)

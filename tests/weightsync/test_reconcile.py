@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +47,7 @@ def test_a_newer_version_seen_while_waiting_for_a_pause_takes_its_place():
     core.prepared(Version(1, 2))
     assert core.next(0.0) == Pause(Version(1, 2))
     core.refused()
-    assert core.next(0.0) == Wait(None)
+    assert core.next(0.0) == Wait(None, for_pause=True)
     core.seen(sight(1, 3, EngineState.STARTING))
     assert core.next(0.0) == Prepare(Version(1, 3))
     core.prepared(Version(1, 3))
@@ -109,7 +110,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=60))
-def test_any_history_applies_only_prepared_versions_never_goes_back_and_ends_at_the_newest(history):
+def test_any_history_applies_only_prepared_versions_never_goes_back_and_ends_at_the_newest(history: list[Any]):
     core, newest, applied, prepared, now = Core(), Version(1, 0), [], set(), 0.0
 
     def step(*, fail: bool = False, refuse: bool = False) -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +13,14 @@ from protocol.versions import Version
 from weightsync import claim as claim_module
 from weightsync import reconcile as reconcile_module
 from weightsync.control import EngineControl
+from weightsync.store import DirectoryStore
 
 
-async def test_a_new_engine_is_brought_to_the_newest_version_and_becomes_routable(rig):
+def _descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_a_new_engine_is_brought_to_the_newest_version_and_becomes_routable(rig: Any):
     digest = await rig.publish(1, 4)
     async with rig.engine("e0") as server:
         status = await rig.serves("e0", "1:4")
@@ -29,14 +34,14 @@ async def test_a_new_engine_is_brought_to_the_newest_version_and_becomes_routabl
     assert 0 < applied["apply_s"] <= applied["pause_s"]
 
 
-async def test_an_engine_that_waits_takes_the_first_version_when_it_comes(rig):
+async def test_an_engine_that_waits_takes_the_first_version_when_it_comes(rig: Any):
     async with rig.engine("e0"):
         await rig.until(lambda all_: "e0" in all_)
         await rig.publish(1, 0)
         await rig.serves("e0", "1:0")
 
 
-async def test_two_engines_serve_neighbouring_versions_at_the_same_time(rig):
+async def test_two_engines_serve_neighbouring_versions_at_the_same_time(rig: Any):
     """No barrier: one engine's update under way holds up neither the other engine nor anybody who asks it."""
     await rig.publish(1, 1)
     async with rig.engine("e0") as slow, rig.engine("e1", idle=True) as quick:
@@ -54,7 +59,7 @@ async def test_two_engines_serve_neighbouring_versions_at_the_same_time(rig):
         await rig.serves("e0", "1:2")
 
 
-async def test_an_update_under_way_is_finished_then_the_newest_is_taken_and_those_between_are_skipped(rig):
+async def test_an_update_under_way_is_finished_then_the_newest_is_taken_and_those_between_are_skipped(rig: Any):
     await rig.publish(1, 1)
     async with rig.engine("e0") as server:
         await rig.serves("e0", "1:1")
@@ -69,7 +74,7 @@ async def test_an_update_under_way_is_finished_then_the_newest_is_taken_and_thos
         assert server.versions == ["1:1", "1:2", "1:5"]
 
 
-async def test_a_higher_incarnation_may_bring_a_lower_n(rig):
+async def test_a_higher_incarnation_may_bring_a_lower_n(rig: Any):
     await rig.publish(1, 9)
     async with rig.engine("e0") as server:
         await rig.serves("e0", "1:9")
@@ -90,7 +95,9 @@ async def test_a_higher_incarnation_may_bring_a_lower_n(rig):
         ("lie_token", "next token says", 0),
     ],
 )
-async def test_an_engine_that_does_not_take_a_version_is_unfit_goes_on_and_recovers(rig, stage, words, aborts, caplog):
+async def test_an_engine_that_does_not_take_a_version_is_unfit_goes_on_and_recovers(
+    rig: Any, stage: str, words: str, aborts: int, caplog: pytest.LogCaptureFixture
+):
     await rig.publish(1, 1)
     async with rig.engine("e0", apply_deadline_s=1.0) as server:
         await rig.serves("e0", "1:1")
@@ -110,7 +117,7 @@ async def test_an_engine_that_does_not_take_a_version_is_unfit_goes_on_and_recov
     assert any(words in record.message for record in caplog.records)
 
 
-async def test_an_unfit_engine_is_off_the_routes_before_it_goes_on(rig, monkeypatch):
+async def test_an_unfit_engine_is_off_the_routes_before_it_goes_on(rig: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reconcile_module, "BACKOFF_S", 3600.0)
     monkeypatch.setattr(reconcile_module, "MAX_BACKOFF_S", 3600.0)
     await rig.publish(1, 1)
@@ -131,7 +138,7 @@ async def test_an_unfit_engine_is_off_the_routes_before_it_goes_on(rig, monkeypa
         assert await rig.registry.routable() == []
 
 
-async def test_others_keep_to_the_limit_of_paused_engines(rig):
+async def test_others_keep_to_the_limit_of_paused_engines(rig: Any):
     await rig.publish(1, 0)
     now, peak = 0, 0
 
@@ -154,7 +161,7 @@ async def test_others_keep_to_the_limit_of_paused_engines(rig):
     assert now == 0
 
 
-async def test_a_damaged_version_is_refused_before_the_engine_is_touched(rig, store):
+async def test_a_damaged_version_is_refused_before_the_engine_is_touched(rig: Any, store: DirectoryStore):
     await rig.publish(1, 1)
     async with rig.engine("e0") as server:
         await rig.serves("e0", "1:1")
@@ -180,7 +187,7 @@ async def test_a_damaged_version_is_refused_before_the_engine_is_touched(rig, st
     assert await rig.events("unfit") == []
 
 
-async def test_a_version_whose_files_are_gone_is_passed_over_for_the_next(rig, store):
+async def test_a_version_whose_files_are_gone_is_passed_over_for_the_next(rig: Any, store: DirectoryStore):
     await rig.publish(1, 1)
     async with rig.engine("e0"):
         await rig.serves("e0", "1:1")
@@ -193,7 +200,7 @@ async def test_a_version_whose_files_are_gone_is_passed_over_for_the_next(rig, s
     assert await rig.events("unfit") == []
 
 
-async def test_a_producer_that_calls_an_engine_unfit_gets_it_back_with_the_newest_version_in_full(rig):
+async def test_a_producer_that_calls_an_engine_unfit_gets_it_back_with_the_newest_version_in_full(rig: Any):
     await rig.publish(1, 1)
     async with rig.engine("e0") as server:
         await rig.serves("e0", "1:1")
@@ -204,7 +211,7 @@ async def test_a_producer_that_calls_an_engine_unfit_gets_it_back_with_the_newes
         assert server.versions == ["1:1", "1:1"]
 
 
-async def test_taking_over_an_engine_applies_the_newest_in_full_whatever_the_registry_says(rig):
+async def test_taking_over_an_engine_applies_the_newest_in_full_whatever_the_registry_says(rig: Any):
     await rig.publish(1, 1)
     async with rig.engine("e0") as server:
         await rig.serves("e0", "1:1")
@@ -217,7 +224,7 @@ async def test_taking_over_an_engine_applies_the_newest_in_full_whatever_the_reg
     assert [event["reason"] for event in await rig.events("unfit")] == ["its reconciler was replaced"]
 
 
-async def test_a_reconciler_that_is_cancelled_in_the_middle_leaves_the_engine_going_and_the_next_takes_over(rig):
+async def test_a_reconciler_that_is_cancelled_in_the_middle_leaves_the_engine_going_and_the_next_takes_over(rig: Any):
     await rig.publish(1, 1)
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(rig.server("b1"))
@@ -235,7 +242,7 @@ async def test_a_reconciler_that_is_cancelled_in_the_middle_leaves_the_engine_go
             await rig.serves("e0", "1:1")
 
 
-async def test_a_reconciler_killed_in_the_middle_is_replaced_once_its_lock_has_run_out(rig, monkeypatch):
+async def test_a_reconciler_killed_in_the_middle_is_replaced_once_its_lock_has_run_out(rig: Any, monkeypatch: pytest.MonkeyPatch):
     """A kill gives no chance to clean up: the engine stays paused and the lock stays taken until it expires."""
     monkeypatch.setattr(claim_module, "LOCK_S", 0.2)
     await rig.publish(1, 1)
@@ -256,7 +263,7 @@ async def test_a_reconciler_killed_in_the_middle_is_replaced_once_its_lock_has_r
             await rig.registry.ack("e0", "b1", Version(1, 1), reconciler=dead.owner)
 
 
-async def test_a_reconciler_of_an_engine_that_was_restarted_stops(rig):
+async def test_a_reconciler_of_an_engine_that_was_restarted_stops(rig: Any):
     await rig.publish(1, 1)
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(rig.server("b1"))
@@ -268,7 +275,7 @@ async def test_a_reconciler_of_an_engine_that_was_restarted_stops(rig):
             await asyncio.wait_for(asyncio.shield(task), 20)
 
 
-async def test_an_engine_that_was_forgotten_in_an_outage_is_registered_and_brought_up_anew(rig):
+async def test_an_engine_that_was_forgotten_in_an_outage_is_registered_and_brought_up_anew(rig: Any):
     await rig.publish(1, 1)
     async with rig.engine("e0") as server:
         await rig.serves("e0", "1:1")
@@ -280,7 +287,7 @@ async def test_an_engine_that_was_forgotten_in_an_outage_is_registered_and_broug
         await rig.serves("e0", "1:2")
 
 
-async def test_many_versions_leave_no_keys_no_files_and_no_descriptors_behind(rig, store):
+async def test_many_versions_leave_no_keys_no_files_and_no_descriptors_behind(rig: Any, store: DirectoryStore):
     await rig.publish(1, 0)
     async with rig.engine("e0"), rig.engine("e1"):
         await rig.serves("e0", "1:0")
@@ -294,12 +301,12 @@ async def test_many_versions_leave_no_keys_no_files_and_no_descriptors_behind(ri
 
         for n in range(1, 4):
             await round_(n)
-        before = len(os.listdir("/proc/self/fd"))
+        before = _descriptors()
         sizes = [await rig.redis.hlen(key) for key in (rig.keys.weights, rig.keys.weight_pins, rig.keys.pauses, rig.keys.reconcilers)]
         for n in range(4, 14):
             await round_(n)
         assert [await rig.redis.hlen(key) for key in (rig.keys.weights, rig.keys.weight_pins, rig.keys.pauses, rig.keys.reconcilers)] == sizes
-        assert len(os.listdir("/proc/self/fd")) <= before + 2  # a kept connection more or less
+        assert _descriptors() <= before + 2  # a kept connection more or less
         assert store.versions() == (Version(1, 12), Version(1, 13))
     assert await rig.redis.hlen(rig.keys.reconcilers) == 0
     served = [event["version"] for event in await rig.events("applied") if event["engine_id"] == "e0"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,12 @@ from protocol.versions import Version
 from weightsync.registry import UpdateTimes
 
 
-async def routes(rig) -> dict[str, str]:
+async def routes(rig: Any) -> dict[str, str]:
     raw = await rig.redis.hgetall(rig.keys.routable)
     return {engine.decode(): value.decode().rpartition(":")[0] for engine, value in raw.items()}
 
 
-async def test_an_engine_is_routable_only_after_it_acks(rig):
+async def test_an_engine_is_routable_only_after_it_acks(rig: Any):
     assert await rig.registry.beat(rig.status("e0", "b1", "http://one"), ttl_s=60) is True
     [engine] = await rig.registry.engines()
     assert (engine.state, engine.version, engine.url) == (EngineState.STARTING, None, "http://one")
@@ -29,14 +30,14 @@ async def test_an_engine_is_routable_only_after_it_acks(rig):
     assert (applied["engine_id"], applied["version"], applied["from"], applied["pause_s"]) == ("e0", "1:0", "", 0.25)
 
 
-async def test_a_beat_renews_and_does_not_make_an_engine_routable_by_what_it_says_of_itself(rig):
+async def test_a_beat_renews_and_does_not_make_an_engine_routable_by_what_it_says_of_itself(rig: Any):
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
     assert await rig.registry.beat(rig.status("e0", "b1", state=EngineState.ROUTABLE), ttl_s=60) is False
     assert await rig.registry.routable() == []
     assert len(await rig.events("engine_started")) == 1
 
 
-async def test_a_restarted_engine_is_a_new_engine_with_no_version(rig):
+async def test_a_restarted_engine_is_a_new_engine_with_no_version(rig: Any):
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     assert await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60) is True
@@ -53,7 +54,7 @@ async def test_a_restarted_engine_is_a_new_engine_with_no_version(rig):
     assert await rig.registry.ack("e0", "b2", Version(1, 0)) is True
 
 
-async def test_an_unfit_engine_is_off_the_routes_until_it_acks(rig):
+async def test_an_unfit_engine_is_off_the_routes_until_it_acks(rig: Any):
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     assert await rig.registry.mark_unfit("e0", "b1", "answered with 1:4") is True
@@ -68,7 +69,7 @@ async def test_an_unfit_engine_is_off_the_routes_until_it_acks(rig):
     assert [event["reason"] for event in await rig.events("unfit")] == ["answered with 1:4"]
 
 
-async def test_an_engine_never_goes_back_but_a_new_incarnation_may_be_lower(rig):
+async def test_an_engine_never_goes_back_but_a_new_incarnation_may_be_lower(rig: Any):
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     with pytest.raises(WeightError, match="never goes back"):
@@ -77,7 +78,7 @@ async def test_an_engine_never_goes_back_but_a_new_incarnation_may_be_lower(rig)
     assert await routes(rig) == {"e0": "2:3"}
 
 
-async def test_an_engine_without_beats_is_gone_and_says_so(rig, redis, keys):
+async def test_an_engine_without_beats_is_gone_and_says_so(rig: Any, redis: Any, keys: Any):
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=0.001)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     async with asyncio.timeout(5):
@@ -90,7 +91,7 @@ async def test_an_engine_without_beats_is_gone_and_says_so(rig, redis, keys):
     assert await rig.registry.routable() == []
 
 
-async def test_a_leaving_engine_takes_no_requests_but_is_there(rig):
+async def test_a_leaving_engine_takes_no_requests_but_is_there(rig: Any):
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     await rig.registry.beat(rig.status("e0", "b1", state=EngineState.LEAVING), ttl_s=60)
@@ -102,7 +103,7 @@ async def test_a_leaving_engine_takes_no_requests_but_is_there(rig):
     assert [event["reason"] for event in await rig.events("engine_left")] == ["stopped"]
 
 
-async def test_waiting_for_acks_ends_with_the_last_engine_and_names_the_late_ones(rig):
+async def test_waiting_for_acks_ends_with_the_last_engine_and_names_the_late_ones(rig: Any):
     for engine in ("e0", "e1"):
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
         await rig.registry.ack(engine, "b1", Version(1, 5))
@@ -115,7 +116,7 @@ async def test_waiting_for_acks_ends_with_the_last_engine_and_names_the_late_one
     assert waiter.result() == ()
 
 
-async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig):
+async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig: Any):
     claims = {}
     for engine, n in (("e0", 5), ("e1", 3), ("e2", 4)):
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
@@ -142,7 +143,7 @@ async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig):
     assert await ask("e0")
 
 
-async def test_two_may_pause_where_two_may(rig):
+async def test_two_may_pause_where_two_may(rig: Any):
     claims = []
     for engine in ("e0", "e1", "e2"):
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
@@ -152,7 +153,7 @@ async def test_two_may_pause_where_two_may(rig):
     assert granted == [True, True, False]
 
 
-async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig):
+async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig: Any):
     for engine in ("e0", "e1", "e2"):
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
     dead, claimant, live = (rig.channel.claim(engine, "b1") for engine in ("e0", "e1", "e2"))
@@ -168,7 +169,7 @@ async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig):
             pass
 
 
-async def test_a_reconciler_without_the_lock_changes_nothing(rig):
+async def test_a_reconciler_without_the_lock_changes_nothing(rig: Any):
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
     first, second = rig.channel.claim("e0", "b1"), rig.channel.claim("e0", "b1")
     await first.look(None)

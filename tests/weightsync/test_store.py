@@ -5,8 +5,10 @@ import json
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -20,7 +22,11 @@ from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
 from weightsync.store import DirectoryStore
 
 
-def test_the_library_reads_what_we_write(tmp_path, snapshot):
+def _descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_the_library_reads_what_we_write(tmp_path: Path, snapshot: Callable[[Version], Snapshot]):
     tensors = snapshot(Version(1, 4)).tensors
     write_tensors(tmp_path / "m.safetensors", tensors, durable=True)
     read = dict(safetensors.deserialize((tmp_path / "m.safetensors").read_bytes()))
@@ -29,18 +35,23 @@ def test_the_library_reads_what_we_write(tmp_path, snapshot):
     }
 
 
-def test_we_read_what_the_library_writes(tmp_path):
+def test_we_read_what_the_library_writes(tmp_path: Path):
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
     tensors = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "b": torch.ones(5), "c": torch.zeros(0, 2), "d": torch.tensor(True)}
     save_file(tensors, tmp_path / "m.safetensors")
     with open_tensors(tmp_path / "m.safetensors") as read:
-        assert {name: (one.dtype, one.shape) for name, one in read.items()} == {"a": ("BF16", (2, 3)), "b": ("F32", (5,)), "c": ("F32", (0, 2)), "d": ("BOOL", ())}
+        assert {name: (one.dtype, one.shape) for name, one in read.items()} == {
+            "a": ("BF16", (2, 3)),
+            "b": ("F32", (5,)),
+            "c": ("F32", (0, 2)),
+            "d": ("BOOL", ()),
+        }
         assert bytes(read["b"].data) == tensors["b"].numpy().tobytes()
 
 
-def test_a_version_folder_loads_like_a_model_folder(store, snapshot):
+def test_a_version_folder_loads_like_a_model_folder(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     manifest = store.write(snapshot(Version(2, 7)))
     folder = Path(manifest.location)
     assert folder == store.folder / "v2-7"
@@ -51,12 +62,19 @@ def test_a_version_folder_loads_like_a_model_folder(store, snapshot):
     assert json.loads((folder / "manifest.json").read_text())["version"] == "2:7"
 
 
-def test_transformers_loads_a_version_folder(tmp_path):
+def test_transformers_loads_a_version_folder(tmp_path: Path):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=21, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True
+        vocab_size=21,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
@@ -72,7 +90,7 @@ def test_transformers_loads_a_version_folder(tmp_path):
     assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_a_verified_version_holds_exactly_the_snapshot(store, snapshot):
+def test_a_verified_version_holds_exactly_the_snapshot(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     wanted = snapshot(Version(1, 3))
     manifest = store.write(wanted)
     DirectoryStore(store.folder).verify(manifest)
@@ -82,7 +100,7 @@ def test_a_verified_version_holds_exactly_the_snapshot(store, snapshot):
 
 
 @pytest.mark.parametrize("tensor", ["model.embed.weight", "model.norm.weight", "model.steps"])
-def test_a_flipped_bit_is_refused_by_the_name_of_its_tensor(store, snapshot, tensor):
+def test_a_flipped_bit_is_refused_by_the_name_of_its_tensor(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], tensor: str):
     wanted = snapshot(Version(1, 3))
     manifest = store.write(wanted)
     path = Path(manifest.location) / "model.safetensors"
@@ -94,7 +112,7 @@ def test_a_flipped_bit_is_refused_by_the_name_of_its_tensor(store, snapshot, ten
         store.verify(manifest)
 
 
-def test_a_torn_file_is_refused_by_the_name_of_a_tensor(store, snapshot):
+def test_a_torn_file_is_refused_by_the_name_of_a_tensor(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     manifest = store.write(snapshot(Version(1, 3)))
     path = Path(manifest.location) / "model.safetensors"
     whole = path.read_bytes()
@@ -107,9 +125,14 @@ def test_a_torn_file_is_refused_by_the_name_of_a_tensor(store, snapshot):
             store.verify(manifest)
 
 
-def test_hostile_headers_are_refused(tmp_path):
+def test_hostile_headers_are_refused(tmp_path: Path):
     path = tmp_path / "m.safetensors"
-    for header in (b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b'{"a": {"dtype": "X", "shape": [], "data_offsets": [0, 4]}}'):
+    for header in (
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "X", "shape": [], "data_offsets": [0, 4]}}',
+    ):
         path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
         with pytest.raises(ManifestError), open_tensors(path):
             pass
@@ -118,7 +141,7 @@ def test_hostile_headers_are_refused(tmp_path):
         pass
 
 
-def test_a_manifest_that_names_other_tensors_than_the_file_is_refused(store, snapshot):
+def test_a_manifest_that_names_other_tensors_than_the_file_is_refused(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     manifest = store.write(snapshot(Version(1, 3)))
     entry = manifest.tensors[0]
     for wrong, words in ((dataclasses.replace(entry, name="model.ghost"), "model.ghost is not in"), (dataclasses.replace(entry, shape=(3, 4)), "expected F32")):
@@ -126,7 +149,7 @@ def test_a_manifest_that_names_other_tensors_than_the_file_is_refused(store, sna
             store.verify(dataclasses.replace(manifest, tensors=(wrong,)))
 
 
-def test_a_place_outside_the_store_is_refused(store, snapshot, tmp_path):
+def test_a_place_outside_the_store_is_refused(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], tmp_path: Path):
     manifest = store.write(snapshot(Version(1, 3)))
     for location in (str(tmp_path), str(store.folder), f"{store.folder}/../model", "/etc"):
         with pytest.raises(ManifestError, match="outside the store"):
@@ -140,13 +163,13 @@ def test_a_place_outside_the_store_is_refused(store, snapshot, tmp_path):
         store.verify(dataclasses.replace(manifest, tensors=(linked,)))
 
 
-def test_a_transport_this_process_does_not_take_is_refused(store, snapshot):
+def test_a_transport_this_process_does_not_take_is_refused(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     manifest = store.write(snapshot(Version(1, 3)))
     with pytest.raises(ManifestError, match="delta by store"):
         store.verify(dataclasses.replace(manifest, kind="delta"))
 
 
-def test_a_deleted_version_is_gone_which_is_not_damage(store, snapshot):
+def test_a_deleted_version_is_gone_which_is_not_damage(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     manifest = store.write(snapshot(Version(1, 3)))
     store.delete(Version(1, 3))
     store.delete(Version(1, 3))
@@ -159,7 +182,7 @@ def test_a_deleted_version_is_gone_which_is_not_damage(store, snapshot):
         store.verify(missing)
 
 
-def test_a_version_is_written_once(store, snapshot):
+def test_a_version_is_written_once(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     first = store.write(snapshot(Version(1, 3)))
     again = store.write(snapshot(Version(1, 3)))
     assert again.digest == first.digest
@@ -170,7 +193,7 @@ def test_a_version_is_written_once(store, snapshot):
     assert not list(store.folder.glob(".tmp-*"))
 
 
-def test_concurrent_writers_of_one_version_agree(store, snapshot):
+def test_concurrent_writers_of_one_version_agree(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     with ThreadPoolExecutor(8) as pool:
         manifests = list(pool.map(lambda _: store.write(snapshot(Version(1, 5))), range(16)))
     assert len({manifest.digest for manifest in manifests}) == 1
@@ -179,7 +202,7 @@ def test_concurrent_writers_of_one_version_agree(store, snapshot):
     assert not list(store.folder.glob(".tmp-*"))
 
 
-def test_a_failed_write_leaves_nothing_visible(store, snapshot, monkeypatch):
+def test_a_failed_write_leaves_nothing_visible(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], monkeypatch: pytest.MonkeyPatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -201,7 +224,7 @@ def _die_while_writing(folder: str, stage: str) -> None:
         module.write_tensors = die
     else:
 
-        def write_then_die(*args, **kwargs):
+        def write_then_die(*args: Any, **kwargs: Any) -> None:
             real(*args, **kwargs)
             die()
 
@@ -212,7 +235,7 @@ def _die_while_writing(folder: str, stage: str) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", ["before", "after"])
-def test_a_kill_in_the_middle_of_a_write_leaves_nothing_visible_and_the_next_sweep_clears_it(store, snapshot, stage):
+def test_a_kill_in_the_middle_of_a_write_leaves_nothing_visible_and_is_swept(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], stage: str):
     published = store.write(snapshot(Version(1, 8)))
     process = multiprocessing.get_context("spawn").Process(target=_die_while_writing, args=(str(store.folder), stage))
     process.start()
@@ -226,7 +249,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_nothing_visible_and_the_next_swe
     store.verify(published)
 
 
-def test_a_sweep_leaves_live_writers_and_other_hosts_alone(store, snapshot):
+def test_a_sweep_leaves_live_writers_and_other_hosts_alone(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     store.write(snapshot(Version(1, 1)))
     store.write(snapshot(Version(1, 2)))
     ours, theirs = store.folder / f".tmp-{os.uname().nodename}-{os.getpid()}-abc", store.folder / ".tmp-other-host-1-abc"
@@ -238,14 +261,14 @@ def test_a_sweep_leaves_live_writers_and_other_hosts_alone(store, snapshot):
     assert theirs.is_dir()
 
 
-def test_no_descriptor_is_left_open(store, snapshot):
+def test_no_descriptor_is_left_open(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     manifest = store.write(snapshot(Version(1, 1)))
-    before = len(os.listdir("/proc/self/fd"))
+    before = _descriptors()
     for n in range(2, 6):
         store.verify(store.write(snapshot(Version(1, n))))
         with pytest.raises(ManifestError):
             store.verify(dataclasses.replace(manifest, tensors=(dataclasses.replace(manifest.tensors[0], checksum="0"),)))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _descriptors() == before
 
 
 def test_the_digest_tells_names_shapes_types_and_bytes_apart():
@@ -264,7 +287,7 @@ def test_the_digest_tells_names_shapes_types_and_bytes_apart():
         TensorBytes(dtype="F32", shape=(3,), data=bytes(8))
 
 
-def test_two_runs_never_share_a_store_folder(tmp_path):
+def test_two_runs_never_share_a_store_folder(tmp_path: Path):
     from protocol.config import RunConfig
 
     one, two = RunConfig(name="a", dir=str(tmp_path / "1")), RunConfig(name="a", dir=str(tmp_path / "2"))

@@ -40,6 +40,9 @@ end
 if facts.target ~= '' then
   pin(KEYS[4], engine .. '/target', facts.target, now + ARGV[6])
 end
+if fresh then
+  redis.call('PUBLISH', KEYS[6], 'weights') -- its reconciler has work
+end
 if announce then
   redis.call('PUBLISH', KEYS[6], 'engines')
 end

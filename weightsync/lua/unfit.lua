@@ -13,4 +13,5 @@ facts.reason = ARGV[3]
 keep_facts(KEYS[1], ARGV[1], facts)
 audit(KEYS[3], 'unfit', { engine_id = ARGV[1], boot_nonce = ARGV[2], reason = ARGV[3] })
 redis.call('PUBLISH', KEYS[4], 'engines')
+redis.call('PUBLISH', KEYS[4], 'weights') -- its reconciler has work
 return 1

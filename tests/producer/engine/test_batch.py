@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def assert_own_logprobs(made: Request, model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_the_models_own_while_requests_join_and_leave(family, tmp_path):
+def test_logprobs_are_the_models_own_while_requests_join_and_leave(family: str, tmp_path: Path):
     path = write_model(tmp_path / family, seed=3, family=family)
     model, rng = load(str(path), slots=6, max_length=64), random.Random(0)
     batch, waiting, done = Batch(model, seed=0), [], []
@@ -62,7 +63,7 @@ def test_logprobs_are_the_models_own_while_requests_join_and_leave(family, tmp_p
         assert_own_logprobs(made, own)
 
 
-def test_siblings_with_one_prompt_are_prefilled_once_and_sampled_apart(served, model_a):
+def test_siblings_with_one_prompt_are_prefilled_once_and_sampled_apart(served: SlotModel, model_a: Path):
     batch = Batch(served, seed=0)
     siblings = [request(served, [1, 7, 9, 17], max_new_tokens=12) for _ in range(4)]
     batch.join([*siblings, request(served, [1, 4])], "1:0")
@@ -74,7 +75,7 @@ def test_siblings_with_one_prompt_are_prefilled_once_and_sampled_apart(served, m
         assert_own_logprobs(made, own)
 
 
-def test_greedy_tokens_are_those_of_a_full_forward_at_each_position(served, model_a):
+def test_greedy_tokens_are_those_of_a_full_forward_at_each_position(served: SlotModel, model_a: Path):
     batch, made = Batch(served, seed=0), request(served, [1, 7, 9, 17], temperature=0.0, max_new_tokens=20)
     batch.join([request(served, [3] * 9, max_new_tokens=5), made, request(served, [5], max_new_tokens=40)], "1:0")
     finish(batch)
@@ -82,7 +83,7 @@ def test_greedy_tokens_are_those_of_a_full_forward_at_each_position(served, mode
     assert rows.argmax(dim=-1).tolist() == made.output
 
 
-def test_the_logprobs_of_the_prompt_are_at_temperature_one(served, model_a):
+def test_the_logprobs_of_the_prompt_are_at_temperature_one(served: SlotModel, model_a: Path):
     batch = Batch(served, seed=0)
     options = {"logprob_start_len": 1, "top_logprobs_num": 3}
     made = request(served, [1, 7, 9, 17], temperature=0.5, options=options)
@@ -97,7 +98,7 @@ def test_the_logprobs_of_the_prompt_are_at_temperature_one(served, model_a):
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
-def test_after_an_update_tokens_are_the_new_models_over_the_old_ones_cache(at, model_a, model_b):
+def test_after_an_update_tokens_are_the_new_models_over_the_old_ones_cache(at: int, model_a: Path, model_b: Path):
     """In place: what was computed under the old weights stays, and the new weights go on from there."""
     model, prompt = load(str(model_a), slots=4, max_length=64), [1, 7, 9, 17]
     batch = Batch(model, seed=0)
@@ -123,7 +124,7 @@ def test_after_an_update_tokens_are_the_new_models_over_the_old_ones_cache(at, m
     assert (torch.tensor(made.logprobs[split:]) - written_logprobs(old, prompt, made.output)[split:]).abs().max() > 0.1
 
 
-def test_requests_that_join_after_an_update_are_wholly_of_the_new_model(model_a, model_b):
+def test_requests_that_join_after_an_update_are_wholly_of_the_new_model(model_a: Path, model_b: Path):
     model = load(str(model_a), slots=4, max_length=64)
     batch = Batch(model, seed=0)
     batch.join([request(model, [1, 5], max_new_tokens=4)], "1:0")
@@ -136,7 +137,7 @@ def test_requests_that_join_after_an_update_are_wholly_of_the_new_model(model_a,
     assert_own_logprobs(late, reference(model_b))
 
 
-def test_two_updates_between_tokens_leave_no_empty_span(served):
+def test_two_updates_between_tokens_leave_no_empty_span(served: SlotModel):
     batch, made = Batch(served, seed=0), request(served, [1], max_new_tokens=4)
     batch.join([made], "1:0")
     batch.mark("1:1")
@@ -145,7 +146,7 @@ def test_two_updates_between_tokens_leave_no_empty_span(served):
     assert spans(made) == [{"version": "1:0", "start": 0, "end": 1}, {"version": "1:2", "start": 1, "end": 4}]
 
 
-def test_aborted_requests_leave_with_what_they_have_and_the_others_go_on(served, model_a):
+def test_aborted_requests_leave_with_what_they_have_and_the_others_go_on(served: SlotModel, model_a: Path):
     batch = Batch(served, seed=0)
     made = [request(served, [1, 4 + i], options={"rid": rid}, max_new_tokens=20) for i, rid in enumerate(["a-1", "b-1", "a-2", "b-2"])]
     batch.join(made, "1:0")
@@ -158,7 +159,7 @@ def test_aborted_requests_leave_with_what_they_have_and_the_others_go_on(served,
         assert_own_logprobs(one, reference(model_a))
 
 
-def test_logits_that_are_not_finite_end_a_request_as_a_fault_and_spoil_no_later_one(model_a):
+def test_logits_that_are_not_finite_end_a_request_as_a_fault_and_spoil_no_later_one(model_a: Path):
     model = load(str(model_a), slots=4, max_length=64)
     batch, kept = Batch(model, seed=0), {name: p.clone() for name, p in model.model.named_parameters()}
     batch.join([request(model, [1, 5])], "1:0")
@@ -176,7 +177,7 @@ def test_logits_that_are_not_finite_end_a_request_as_a_fault_and_spoil_no_later_
         assert_own_logprobs(one, reference(model_a))
 
 
-def test_the_same_seed_writes_the_same_tokens(served):
+def test_the_same_seed_writes_the_same_tokens(served: SlotModel):
     def run(seed: int) -> list[list[int]]:
         batch, made = Batch(served, seed=seed), [request(served, [1, 5 + i], max_new_tokens=10) for i in range(3)]
         batch.join(made, "1:0")

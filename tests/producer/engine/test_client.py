@@ -14,6 +14,7 @@ import pytest_asyncio
 from aiohttp import web
 
 from producer.engine.client import EngineClient, Sampling
+from producer.engine.embedded.server import EmbeddedEngine
 from protocol.errors import EngineUnavailable, SampleFailed
 from protocol.messages import Span
 from protocol.versions import Version
@@ -82,7 +83,7 @@ def ask(client: EngineClient, server: Any, **options: Any) -> Awaitable[Any]:
     return client.generate(server.url, [1, 2], **({"sampling": SAMPLING, "rid": "r-1", "deadline_s": 10.0} | options))
 
 
-async def test_an_answer_becomes_arrays_and_spans(client, staged):
+async def test_an_answer_becomes_arrays_and_spans(client: EngineClient, staged: StagedServer):
     generation = await ask(client, staged)
     assert generation.output_ids.tolist() == [5, 6, 7]
     assert (generation.output_ids.dtype, generation.logprobs.dtype) == (np.int32, np.float32)
@@ -91,7 +92,7 @@ async def test_an_answer_becomes_arrays_and_spans(client, staged):
     assert (generation.finish_reason, generation.text, generation.weight_version) == ("length", "abc", Version(1, 4))
 
 
-async def test_only_what_differs_from_the_defaults_is_asked_for(client, staged):
+async def test_only_what_differs_from_the_defaults_is_asked_for(client: EngineClient, staged: StagedServer):
     await ask(client, staged)
     full = Sampling(max_new_tokens=3, temperature=0.5, top_p=0.9, top_k=5, stop=("x",), stop_token_ids=(7,), ignore_eos=True)
     await ask(client, staged, sampling=full)
@@ -102,7 +103,7 @@ async def test_only_what_differs_from_the_defaults_is_asked_for(client, staged):
     }  # fmt: skip
 
 
-async def test_without_spans_all_tokens_count_as_the_version_acked_before(client, staged):
+async def test_without_spans_all_tokens_count_as_the_version_acked_before(client: EngineClient, staged: StagedServer):
     del staged.answer["meta_info"]["weight_versions"]
     generation = await ask(client, staged, assumed=Version(1, 2))
     assert generation.spans == (Span(version=Version(1, 2), start=0, end=3),)
@@ -155,18 +156,18 @@ def entries(*logprobs: Any) -> list[Any]:
         (change(weight_versions=[{"version": "1:3", "start": 0, "end": 2}]), "cover 2 of 3 tokens"),
         (change(weight_versions=[{"version": "1:3", "start": 1, "end": 3}]), "expected to go on from 0"),
         (change(weight_versions=[{"version": "1:3", "start": 0, "end": 0}]), "expected to go on from 0"),
-        (change(weight_versions=[{"version": "default", "start": 0, "end": 3}]), 'got \'default\', expected "incarnation:n"'),
+        (change(weight_versions=[{"version": "default", "start": 0, "end": 3}]), "got 'default', expected \"incarnation:n\""),
         (change(weight_versions=[{"version": "boot:c0ffee", "start": 0, "end": 3}]), "boot:c0ffee"),
         (change(weight_versions=["1:3"]), "expected an object"),
     ],
 )
-async def test_nothing_that_must_not_be_trained_on_gets_through(client, staged, answer, message):
+async def test_nothing_that_must_not_be_trained_on_gets_through(client: EngineClient, staged: StagedServer, answer: Any, message: str):
     staged.answer = answer
     with pytest.raises(SampleFailed, match=message):
         await ask(client, staged)
 
 
-async def test_an_aborted_response_is_accepted_only_on_request_and_with_tokens(client, staged):
+async def test_an_aborted_response_is_accepted_only_on_request_and_with_tokens(client: EngineClient, staged: StagedServer):
     staged.answer = change(finish_reason={"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
     generation = await ask(client, staged, accept_partial=True)
     assert (generation.finish_reason, len(generation.output_ids)) == ("abort", 3)
@@ -175,30 +176,30 @@ async def test_an_aborted_response_is_accepted_only_on_request_and_with_tokens(c
         await ask(client, staged, accept_partial=True)
 
 
-async def test_rounding_above_zero_is_taken_as_zero(client, staged):
+async def test_rounding_above_zero_is_taken_as_zero(client: EngineClient, staged: StagedServer):
     staged.answer = change(output_token_logprobs=entries(-1.0, 1e-6, -1.0))
     assert (await ask(client, staged)).logprobs.max() == 0
 
 
 @pytest.mark.parametrize(("status", "error"), [(400, SampleFailed), (404, SampleFailed), (500, SampleFailed), (503, EngineUnavailable)])
-async def test_an_error_status_is_told_with_the_engines_words(client, staged, status, error):
+async def test_an_error_status_is_told_with_the_engines_words(client: EngineClient, staged: StagedServer, status: int, error: type[Exception]):
     staged.status, staged.answer = status, {"error": {"message": "no such luck"}}
     with pytest.raises(error, match=f"answered {status}: .*no such luck"):
         await ask(client, staged)
 
 
-async def test_a_hanging_engine_fails_the_sample_at_its_deadline_and_is_told_to_abort(client, staged):
+async def test_a_hanging_engine_fails_the_sample_at_its_deadline_and_is_told_to_abort(client: EngineClient, staged: StagedServer):
     async def hang(_: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
         raise AssertionError
 
     staged.handler = hang
-    with pytest.raises(SampleFailed, match="no answer within 0.05 s"):
+    with pytest.raises(SampleFailed, match=r"no answer within 0.05 s"):
         await ask(client, staged, deadline_s=0.05)
     assert staged.aborted == ["r-1"]
 
 
-async def test_a_connection_cut_before_or_within_the_answer_means_the_engine_is_away(client, staged):
+async def test_a_connection_cut_before_or_within_the_answer_means_the_engine_is_away(client: EngineClient, staged: StagedServer):
     async def reset(http: web.Request) -> web.StreamResponse:
         assert http.transport is not None
         http.transport.abort()
@@ -218,7 +219,7 @@ async def test_a_connection_cut_before_or_within_the_answer_means_the_engine_is_
             await ask(client, staged)
 
 
-async def test_what_is_not_http_fails_the_sample(client):
+async def test_what_is_not_http_fails_the_sample(client: EngineClient):
     async def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(struct.pack(">I", 7) + b"not http at all\r\n\r\n")
         await writer.drain()
@@ -232,14 +233,14 @@ async def test_what_is_not_http_fails_the_sample(client):
             await client.generate(f"http://127.0.0.1:{port}", [1], sampling=SAMPLING, rid="x", deadline_s=5.0)
 
 
-async def test_nobody_listening_means_the_engine_is_away(client, staged):
+async def test_nobody_listening_means_the_engine_is_away(client: EngineClient, staged: StagedServer):
     async with await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
     with pytest.raises(EngineUnavailable, match="Connect"):
         await client.generate(f"http://127.0.0.1:{port}", [1], sampling=SAMPLING, rid="x", deadline_s=5.0)
 
 
-async def test_an_api_key_is_sent(session, staged):
+async def test_an_api_key_is_sent(session: aiohttp.ClientSession, staged: StagedServer):
     seen: list[str | None] = []
 
     async def look(http: web.Request) -> web.StreamResponse:
@@ -252,16 +253,16 @@ async def test_an_api_key_is_sent(session, staged):
     assert seen == ["Bearer k", None]
 
 
-async def test_the_embedded_engine_is_driven_as_it_is(client, engine):
+async def test_the_embedded_engine_is_driven_as_it_is(client: EngineClient, engine: EmbeddedEngine):
     generations = await asyncio.gather(
         *(client.generate(engine.url, [1, 4 + i % 3], sampling=Sampling(max_new_tokens=4, ignore_eos=True), rid=f"e{i}", deadline_s=20) for i in range(20))
     )
     assert all(len(one.output_ids) == 4 and one.spans == (Span(version=Version(1, 0), start=0, end=4),) for one in generations)
-    with pytest.raises(SampleFailed, match="answered 400: .*maximum context length of 512"):
+    with pytest.raises(SampleFailed, match=r"answered 400: .*maximum context length of 512"):
         await client.generate(engine.url, [1], sampling=Sampling(max_new_tokens=600), rid="long", deadline_s=20)
 
 
-async def test_a_cancelled_call_is_aborted_at_the_embedded_engine(client, engine):
+async def test_a_cancelled_call_is_aborted_at_the_embedded_engine(client: EngineClient, engine: EmbeddedEngine):
     task = asyncio.create_task(client.generate(engine.url, [1], sampling=Sampling(max_new_tokens=500, ignore_eos=True), rid="c", deadline_s=20))
     async with asyncio.timeout(10):
         while engine.idle:

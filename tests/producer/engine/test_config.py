@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -18,6 +20,6 @@ def test_ports_of_all_engines_must_exist():
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"torch_threads": 0}, {"dtype": "float8"}, {"kind": "vllm"}, {"slot": 3}])
-def test_what_no_engine_could_do_is_refused(wrong):
+def test_what_no_engine_could_do_is_refused(wrong: dict[str, Any]):
     with pytest.raises(ValidationError):
         EngineConfig(**wrong)

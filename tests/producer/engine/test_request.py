@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from producer.engine.embedded.model import SlotModel
@@ -11,19 +13,19 @@ def limits(served: SlotModel) -> Limits:
     return Limits(context_length=32, vocabulary=21, tokenizer=served.tokenizer)
 
 
-def test_one_prompt_is_one_request_with_sglangs_defaults(limits):
+def test_one_prompt_is_one_request_with_sglangs_defaults(limits: Limits):
     (request,), listed = parse({"input_ids": [1, 5], "sampling_params": {"max_new_tokens": 3}}, limits)
     assert not listed
     assert (request.ids, request.sampling.temperature, request.return_logprob, request.logprob_start) == ([1, 5], 1.0, False, -1)
     assert request.rid
 
 
-def test_text_is_tokenised(limits):
+def test_text_is_tokenised(limits: Limits):
     (request,), _ = parse({"text": "12=", "sampling_params": {"max_new_tokens": 3}}, limits)
     assert request.ids == [5, 6, 17]
 
 
-def test_lists_and_n_make_one_request_a_response_in_order(limits):
+def test_lists_and_n_make_one_request_a_response_in_order(limits: Limits):
     params = [{"max_new_tokens": 1, "n": 2}, {"max_new_tokens": 2}]
     requests, listed = parse({"input_ids": [[1], [2, 3]], "rid": "r", "sampling_params": params}, limits)
     assert listed
@@ -32,8 +34,15 @@ def test_lists_and_n_make_one_request_a_response_in_order(limits):
     assert [request.sampling.max_new_tokens for request in requests] == [1, 1, 2]
 
 
-def test_keys_that_ask_for_nothing_are_accepted(limits):
-    body = {"input_ids": [1], "stream": False, "lora_path": None, "priority": 3, "cache_salt": "x", "sampling_params": {"max_new_tokens": 1, "min_p": 0.0, "regex": None}}
+def test_keys_that_ask_for_nothing_are_accepted(limits: Limits):
+    body = {
+        "input_ids": [1],
+        "stream": False,
+        "lora_path": None,
+        "priority": 3,
+        "cache_salt": "x",
+        "sampling_params": {"max_new_tokens": 1, "min_p": 0.0, "regex": None},
+    }
     assert len(parse(body, limits)[0]) == 1
 
 
@@ -73,12 +82,12 @@ def test_keys_that_ask_for_nothing_are_accepted(limits):
         ({"sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids must be"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_as_asked_is_refused_by_name(limits, change, message):
+def test_what_cannot_be_served_as_asked_is_refused_by_name(limits: Limits, change: dict[str, Any], message: str):
     body = {"input_ids": [1, 5], "sampling_params": {"max_new_tokens": 3}} | change
     with pytest.raises(BadRequest, match=message):
         parse(body, limits)
 
 
-def test_a_body_that_is_no_object_is_refused(limits):
+def test_a_body_that_is_no_object_is_refused(limits: Limits):
     with pytest.raises(BadRequest, match="must be a JSON object"):
         parse([1], limits)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -50,7 +51,7 @@ def body(tokens: int = 4, *, ids: Any = None, **options: Any) -> dict[str, Any]:
 
 
 def check_layout(found: tuple[int, Any], name: str) -> None:
-    expected = dict(LAYOUTS[name])
+    expected = copy.deepcopy(LAYOUTS[name])
     status, answer = found
     seen = layout(answer)
     for side in (seen, expected["body"]):
@@ -66,7 +67,7 @@ async def generating(engine: EmbeddedEngine, tokens: int) -> None:
             await asyncio.sleep(0)
 
 
-async def test_answers_have_the_keys_and_types_of_sglang(engine, session):
+async def test_answers_have_the_keys_and_types_of_sglang(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     everything = body(logprob_start_len=0, top_logprobs_num=2)
     check_layout(await post(session, engine, "/generate", everything), "generate_all_logprobs")
     check_layout(await post(session, engine, "/generate", body(return_text_in_logprobs=True)), "generate_text_in_logprobs")
@@ -75,18 +76,18 @@ async def test_answers_have_the_keys_and_types_of_sglang(engine, session):
     check_layout(await post(session, engine, "/generate", body(5000)), "error")
 
 
-async def test_keys_come_in_sglangs_order(engine, session):
+async def test_keys_come_in_sglangs_order(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     _, answer = await post(session, engine, "/generate", body(logprob_start_len=0, top_logprobs_num=2))
     assert list(answer) == list(LAYOUTS["generate_all_logprobs"]["body"])
     assert list(answer["meta_info"]) == list(LAYOUTS["generate_all_logprobs"]["body"]["meta_info"])
 
 
-async def test_without_return_logprob_there_are_none(engine, session):
+async def test_without_return_logprob_there_are_none(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     _, answer = await post(session, engine, "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
     assert not [key for key in answer["meta_info"] if "logprob" in key]
 
 
-async def test_concurrent_requests_get_the_models_own_logprobs(engine, session, model_a):
+async def test_concurrent_requests_get_the_models_own_logprobs(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path):
     requests = [body(5 + i, ids=[1, 4 + i, *range(4, 4 + i)], rid=f"r{i}") for i in range(16)]
     answers = await asyncio.gather(*(post(session, engine, "/generate", one) for one in requests))
     own = AutoModelForCausalLM.from_pretrained(model_a)
@@ -98,7 +99,7 @@ async def test_concurrent_requests_get_the_models_own_logprobs(engine, session, 
         torch.testing.assert_close(torch.tensor(logprobs), written_logprobs(own, one["input_ids"], list(tokens)), atol=1e-4, rtol=0)
 
 
-async def test_n_and_lists_answer_with_a_list(engine, session):
+async def test_n_and_lists_answer_with_a_list(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     status, answers = await post(session, engine, "/generate", body(3, params={"n": 4}))
     assert (status, len(answers)) == (200, 4)
     _, answers = await post(session, engine, "/generate", body(ids=[[1, 5], [1, 6, 7]], params={"n": 1}, return_prompt_token_ids=True))
@@ -107,7 +108,7 @@ async def test_n_and_lists_answer_with_a_list(engine, session):
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [3, 1]
 
 
-async def test_the_end_token_and_stop_strings_end_a_response_and_are_not_in_its_text(engine, session):
+async def test_the_end_token_and_stop_strings_end_a_response_and_are_not_in_its_text(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     seen = set()
     for seed in range(12):
         params = {"ignore_eos": False, "stop": ["1", "="], "sampling_seed": seed, "temperature": 2.0}
@@ -124,16 +125,21 @@ async def test_the_end_token_and_stop_strings_end_a_response_and_are_not_in_its_
     assert answer["text"][-1] in "1="
 
 
-async def test_a_seeded_request_is_repeatable(engine, session):
+async def test_a_seeded_request_is_repeatable(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     answers = [(await post(session, engine, "/generate", body(20, params={"sampling_seed": 3})))[1]["output_ids"] for _ in range(2)]
     assert answers[0] == answers[1]
 
 
-async def test_what_is_not_json_or_not_supported_is_a_400_with_sglangs_error(engine, session):
+async def test_what_is_not_json_or_not_supported_is_a_400_with_sglangs_error(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     async with session.post(engine.url + "/generate", data=b"{") as answer:
         assert answer.status == 400
         assert "not JSON" in (await answer.json())["error"]["message"]
-    for path, wrong in [("/generate", body(stream=True)), ("/pause_generation", {"mode": "retract"}), ("/pause_generation", {"mode": "nap"}), ("/abort_request", {"rid": 3})]:
+    for path, wrong in [
+        ("/generate", body(stream=True)),
+        ("/pause_generation", {"mode": "retract"}),
+        ("/pause_generation", {"mode": "nap"}),
+        ("/abort_request", {"rid": 3}),
+    ]:
         status, answer = await post(session, engine, path, wrong)
         assert status == 400
         assert set(answer) == {"error"}
@@ -141,8 +147,8 @@ async def test_what_is_not_json_or_not_supported_is_a_400_with_sglangs_error(eng
     assert (status, answer["error"]["message"]) == (400, "Duplicate request ID detected: x")
 
 
-async def test_paused_in_place_nothing_is_written_and_new_requests_wait(engine, session):
-    running = asyncio.create_task(post(session, engine, "/generate", body(400)))
+async def test_paused_in_place_nothing_is_written_and_new_requests_wait(engine: EmbeddedEngine, session: aiohttp.ClientSession):
+    running = asyncio.create_task(post(session, engine, "/generate", body(200)))
     await generating(engine, 20)
     check_layout(await post(session, engine, "/pause_generation", {"mode": "in_place"}), "pause")
     written = engine.counters.generated_tokens
@@ -154,13 +160,13 @@ async def test_paused_in_place_nothing_is_written_and_new_requests_wait(engine, 
     check_layout(await post(session, engine, "/continue_generation", {}), "continue")
     assert (await get(session, engine, "/ready"))[0] == 200
     (_, first), (_, second) = await running, await late
-    assert len(first["output_ids"]) == 400
+    assert len(first["output_ids"]) == 200
     assert len(second["output_ids"]) == 3
     assert engine.counters.paused_s > 0
 
 
-async def test_paused_by_abort_running_requests_answer_with_what_they_have(engine, session, model_a):
-    running = [asyncio.create_task(post(session, engine, "/generate", body(400, rid=f"r{i}"))) for i in range(10)]
+async def test_paused_by_abort_running_requests_answer_with_what_they_have(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path):
+    running = [asyncio.create_task(post(session, engine, "/generate", body(200, rid=f"r{i}"))) for i in range(10)]
     await generating(engine, 40)
     await post(session, engine, "/pause_generation", {})
     own, partial = AutoModelForCausalLM.from_pretrained(model_a), 0
@@ -177,8 +183,8 @@ async def test_paused_by_abort_running_requests_answer_with_what_they_have(engin
     assert len((await post(session, engine, "/generate", body(3)))[1]["output_ids"]) == 3
 
 
-async def test_abort_request_ends_those_whose_id_starts_so(engine, session):
-    running = {rid: asyncio.create_task(post(session, engine, "/generate", body(400, rid=rid))) for rid in ("a-1", "a-2", "b-1")}
+async def test_abort_request_ends_those_whose_id_starts_so(engine: EmbeddedEngine, session: aiohttp.ClientSession):
+    running = {rid: asyncio.create_task(post(session, engine, "/generate", body(200, rid=rid))) for rid in ("a-1", "a-2", "b-1")}
     await generating(engine, 30)
     assert await post(session, engine, "/abort_request", {"rid": "a-"}) == (200, "")
     assert await post(session, engine, "/abort_request", {"rid": "nobody"}) == (200, "")
@@ -187,7 +193,7 @@ async def test_abort_request_ends_those_whose_id_starts_so(engine, session):
     assert kinds == {"a-1": "abort", "a-2": "abort", "b-1": "length"}
 
 
-async def test_a_caller_who_goes_away_frees_its_slot(engine, session):
+async def test_a_caller_who_goes_away_frees_its_slot(engine: EmbeddedEngine, session: aiohttp.ClientSession):
     task = asyncio.create_task(post(session, engine, "/generate", body(500)))
     await generating(engine, 10)
     task.cancel()
@@ -198,8 +204,8 @@ async def test_a_caller_who_goes_away_frees_its_slot(engine, session):
     assert await post(session, engine, "/flush_cache") == (200, (await get(session, engine, "/flush_cache"))[1])
 
 
-async def test_an_update_in_place_splits_a_running_request_exactly(engine, session, model_a, model_b):
-    running = asyncio.create_task(post(session, engine, "/generate", body(300)))
+async def test_an_update_in_place_splits_a_running_request_exactly(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path, model_b: Path):
+    running = asyncio.create_task(post(session, engine, "/generate", body(150)))
     await generating(engine, 25)
     await post(session, engine, "/pause_generation", {"mode": "in_place"})
     split = engine.counters.generated_tokens
@@ -210,7 +216,7 @@ async def test_an_update_in_place_splits_a_running_request_exactly(engine, sessi
     _, answer = await running
     meta = answer["meta_info"]
     assert meta["weight_version"] == "1:1"
-    assert meta["weight_versions"] == [{"version": "1:0", "start": 0, "end": split}, {"version": "1:1", "start": split, "end": 300}]
+    assert meta["weight_versions"] == [{"version": "1:0", "start": 0, "end": split}, {"version": "1:1", "start": split, "end": 150}]
     logprobs = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
     old, new = (written_logprobs(AutoModelForCausalLM.from_pretrained(path), PROMPT, answer["output_ids"]) for path in (model_a, model_b))
     torch.testing.assert_close(logprobs[:split], old[:split], atol=1e-4, rtol=0)
@@ -221,9 +227,11 @@ async def test_an_update_in_place_splits_a_running_request_exactly(engine, sessi
     torch.testing.assert_close(torch.tensor([entry[0] for entry in fresh["meta_info"]["output_token_logprobs"]]), own, atol=1e-4, rtol=0)
 
 
-async def test_an_update_that_asks_for_a_flush_it_cannot_have_fails_after_the_weights_changed(engine, session, model_b):
+async def test_an_update_that_asks_for_a_flush_it_cannot_have_fails_after_the_weights_changed(
+    engine: EmbeddedEngine, session: aiohttp.ClientSession, model_b: Path
+):
     """As SGLang does: tokens carry the new version, and the engine's own word stays behind."""
-    running = asyncio.create_task(post(session, engine, "/generate", body(300)))
+    running = asyncio.create_task(post(session, engine, "/generate", body(150)))
     await generating(engine, 10)
     await post(session, engine, "/pause_generation", {"mode": "in_place"})
     update = {"model_path": str(model_b), "weight_version": "1:1", "flush_cache": True}
@@ -234,16 +242,16 @@ async def test_an_update_that_asks_for_a_flush_it_cannot_have_fails_after_the_we
     assert [span["version"] for span in (await running)[1]["meta_info"]["weight_versions"]] == ["1:0", "1:1"]
 
 
-async def test_an_update_without_a_pause_waits_for_running_requests_and_holds_new_ones(engine, session, model_b):
-    running = asyncio.create_task(post(session, engine, "/generate", body(200)))
+async def test_an_update_without_a_pause_waits_for_running_requests_and_holds_new_ones(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_b: Path):
+    running = asyncio.create_task(post(session, engine, "/generate", body(100)))
     await generating(engine, 10)
     update = asyncio.create_task(post(session, engine, "/update_weights_from_disk", {"model_path": str(model_b), "weight_version": "1:1"}))
-    assert (await running)[1]["meta_info"]["weight_versions"] == [{"version": "1:0", "start": 0, "end": 200}]
+    assert (await running)[1]["meta_info"]["weight_versions"] == [{"version": "1:0", "start": 0, "end": 100}]
     assert (await update)[0] == 200
     assert (await post(session, engine, "/generate", body(2)))[1]["meta_info"]["weight_version"] == "1:1"
 
 
-async def test_weights_that_do_not_fit_leave_the_old_ones_in_service(engine, session, tmp_path):
+async def test_weights_that_do_not_fit_leave_the_old_ones_in_service(engine: EmbeddedEngine, session: aiohttp.ClientSession, tmp_path: Path):
     status, answer = await post(session, engine, "/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "1:1"})
     assert (status, answer["success"]) == (400, False)
     assert "no safetensors files" in answer["message"]
@@ -251,7 +259,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_in_service(engine, ses
     assert (await post(session, engine, "/generate", body(2)))[1]["meta_info"]["weight_version"] == "1:0"
 
 
-async def test_it_says_what_it_is_and_how_it_is(engine, session, model_a):
+async def test_it_says_what_it_is_and_how_it_is(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path):
     await post(session, engine, "/generate", body(6, params={"n": 2}))
     _, model = await get(session, engine, "/model_info")
     assert (model["model_path"], model["is_generation"], model["model_type"]) == (str(model_a), True, "qwen3")
@@ -267,7 +275,7 @@ async def test_it_says_what_it_is_and_how_it_is(engine, session, model_a):
         assert f"\nsglang:{name}{{" in metrics
 
 
-async def test_a_full_queue_answers_503(start_engine: StartEngine, session):
+async def test_a_full_queue_answers_503(start_engine: StartEngine, session: aiohttp.ClientSession):
     async with start_engine(slots=1, max_queued=1) as engine:
         await post(session, engine, "/pause_generation", {"mode": "in_place"})
         waiting = [asyncio.create_task(post(session, engine, "/generate", body(2))) for _ in range(3)]
@@ -285,7 +293,9 @@ async def test_a_taken_port_is_a_configuration_error_that_names_it(start_engine:
                 raise AssertionError
 
 
-async def test_when_the_decoding_thread_ends_callers_and_host_are_told(start_engine: StartEngine, session, monkeypatch):
+async def test_when_the_decoding_thread_ends_callers_and_host_are_told(
+    start_engine: StartEngine, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+):
     async with start_engine() as engine:
         running = asyncio.create_task(post(session, engine, "/generate", body(500)))
         await generating(engine, 5)
@@ -298,7 +308,7 @@ async def test_when_the_decoding_thread_ends_callers_and_host_are_told(start_eng
         assert (await get(session, engine, "/health"))[0] == 503
 
 
-async def test_closing_ends_what_is_running(start_engine: StartEngine, session):
+async def test_closing_ends_what_is_running(start_engine: StartEngine, session: aiohttp.ClientSession):
     async with start_engine() as engine:
         running = asyncio.create_task(post(session, engine, "/generate", body(500)))
         await generating(engine, 5)

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from buffer.client import ProducerBuffer, TrainerBuffer
+from buffer.contract import Granted, Slot
+from protocol.codec import digest, encode_group
+from protocol.errors import RedisUnavailable, RunEnded, SlotLost
+from protocol.messages import Edge, GroupHeader, Reason, Rollout, RolloutGroup, Span
+from protocol.versions import Version
+from protocol.wakeups import Wakeups, wakeups
+
+from .conftest import RedisHarness, seqs_of, settings
+
+pytestmark = pytest.mark.redis
+BIG = 4096
+
+
+@pytest_asyncio.fixture
+async def waker(on_redis: RedisHarness) -> AsyncIterator[Wakeups]:
+    async with wakeups(on_redis.client, on_redis.keys) as found:
+        yield found
+
+
+def group_for(slot: Slot) -> tuple[GroupHeader, bytes, RolloutGroup]:
+    tokens = np.arange(6, dtype=np.int32) + slot.seq
+    mask = np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
+    rollout = Rollout(
+        tokens=tokens, mask=mask, logprobs=np.zeros(6, dtype=np.float32), spans=(Span(version=Version(1, 0), start=2, end=6),), reward=float(slot.seq)
+    )
+    group = RolloutGroup(rollouts=(rollout, rollout))
+    payload = encode_group(group)
+    header = GroupHeader(
+        seq=slot.seq,
+        attempt=slot.attempt,
+        token=slot.token,
+        prompt_id="row",
+        producer_id="p",
+        group_size=2,
+        lengths=(6, 6),
+        trainable={Version(1, 0): 8},
+        oldest=Version(1, 0),
+        rewards=(1.0, 1.0),
+        payload_bytes=len(payload),
+        payload_digest=digest(payload),
+    )
+    return header, payload, group
+
+
+async def test_reserve_waits_for_the_edge_and_wakes_when_it_opens(on_redis: RedisHarness, waker: Wakeups) -> None:
+    incarnation = await on_redis.start()
+    buffer = ProducerBuffer(on_redis.ledger, waker, "p1")
+    for slot in await buffer.reserve(8, BIG):
+        header, payload, _ = group_for(slot)
+        await buffer.put(header, payload)
+    assert buffer.held == {}
+    edges: list[Edge] = []
+    blocked = asyncio.Event()
+
+    def on_blocked(edge: Edge) -> None:
+        edges.append(edge)
+        blocked.set()
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(buffer.reserve(3, BIG, on_blocked))
+        await blocked.wait()
+        await on_redis.train(incarnation, 1)
+        slots = await waiting
+    assert [slot.seq for slot in slots] == [8, 9, 10]
+    assert set(edges) == {Edge.NO_SLOT}
+    assert set(buffer.held) == {8, 9, 10}
+    await buffer.give_back()
+    assert buffer.held == {}
+    assert (await on_redis.ledger.status()).releases == {Reason.GIVEN_BACK: 3}
+
+
+async def test_a_waiting_producer_hears_that_the_run_ended(on_redis: RedisHarness, waker: Wakeups) -> None:
+    incarnation = await on_redis.start()
+    buffer = ProducerBuffer(on_redis.ledger, waker, "p1")
+    await buffer.reserve(8, BIG)
+    blocked = asyncio.Event()
+
+    async def reserve() -> None:
+        with pytest.raises(RunEnded):
+            await buffer.reserve(1, BIG, lambda _edge: blocked.set())
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        tasks.create_task(reserve())
+        await blocked.wait()
+        await on_redis.ledger.drain(incarnation, "end")
+
+
+async def test_a_grant_whose_reply_was_lost_is_asked_for_again(on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch) -> None:
+    await on_redis.start()
+    buffer = ProducerBuffer(on_redis.ledger, waker, "p1")
+    reserve = on_redis.ledger.reserve
+    granted: list[Granted] = []
+
+    async def lost(owner: str, request_id: str, n: int, *, max_bytes: int) -> Granted:
+        answer = await reserve(owner, request_id, n, max_bytes=max_bytes)
+        assert isinstance(answer, Granted)
+        granted.append(answer)
+        if len(granted) == 1:
+            raise RedisUnavailable("the reply is lost")
+        return answer
+
+    monkeypatch.setattr(on_redis.ledger, "reserve", lost)
+    with pytest.raises(RedisUnavailable):
+        await buffer.reserve(2, BIG)
+    assert await buffer.reserve(2, BIG) == granted[0].slots
+    assert (await on_redis.ledger.status()).generating == 2
+    assert [slot.seq for slot in await buffer.reserve(2, BIG)] == [2, 3]
+
+
+async def test_lost_slots_are_told_and_forgotten(on_redis: RedisHarness, waker: Wakeups) -> None:
+    await on_redis.start()
+    buffer = ProducerBuffer(on_redis.ledger, waker, "p1")
+    first, second, third = await buffer.reserve(3, BIG)
+    await buffer.renew()
+    await on_redis.advance(61)
+    await on_redis.ledger.status()
+    header, payload, _ = group_for(first)
+    with pytest.raises(SlotLost):
+        await buffer.put(header, payload)
+    await buffer.release(second, Reason.FAILED)
+    told: list[int] = []
+    await buffer.renew(told.append)
+    assert told == [third.seq]
+    assert buffer.held == {}
+    with pytest.raises(SlotLost):
+        await buffer.bind(third, "row")
+
+
+async def test_the_trainer_fetches_the_groups_of_a_chunk_in_order(on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.client.FETCH_BYTES", 500)
+    incarnation = await on_redis.start(settings(chunk_groups=4))
+    producer, trainer = ProducerBuffer(on_redis.ledger, waker, "p1"), TrainerBuffer(on_redis.ledger, waker, incarnation)
+    await on_redis.ledger.open_step(incarnation, 1)
+    blocked = asyncio.Event()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(trainer.lease(1, 0, lambda _edge: blocked.set()))
+        await blocked.wait()
+        for slot in reversed(await producer.reserve(4, BIG)):
+            header, payload, _ = group_for(slot)
+            await producer.put(header, payload)
+        chunk = await waiting
+    fetched = await trainer.fetch(chunk)
+    assert [header.seq for header, _ in fetched] == seqs_of(chunk) == [0, 1, 2, 3]
+    for header, group in fetched:
+        assert group.rollouts[1].tokens.tolist() == list(range(header.seq, header.seq + 6))
+
+
+async def test_a_lost_payload_is_replaced_while_fetching(on_redis: RedisHarness, waker: Wakeups) -> None:
+    incarnation = await on_redis.start(settings(chunk_groups=4))
+    producer, trainer = ProducerBuffer(on_redis.ledger, waker, "p1"), TrainerBuffer(on_redis.ledger, waker, incarnation)
+    headers = []
+    for slot in await producer.reserve(5, BIG):
+        header, payload, _ = group_for(slot)
+        await producer.put(header, payload)
+        headers.append(header)
+    await on_redis.ledger.open_step(incarnation, 1)
+    chunk = await trainer.lease(1, 0)
+    await on_redis.lose_payload(headers[1])
+    key = on_redis.keys.payload(headers[3].seq, headers[3].attempt, headers[3].token)
+    await on_redis.client.set(key, b"damaged", keepttl=True)
+    blocked = asyncio.Event()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        fetching = tasks.create_task(trainer.fetch(chunk, lambda _edge: blocked.set()))
+        await blocked.wait()
+        for slot in await producer.reserve(1, BIG):
+            header, payload, _ = group_for(slot)
+            await producer.put(header, payload)
+        fetched = await fetching
+    assert [(header.seq, header.attempt) for header, _ in fetched] == [(0, 1), (2, 1), (4, 1), (1, 2)]
+    await on_redis.ledger.trained(incarnation, 1, "w1", {})

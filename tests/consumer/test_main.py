@@ -1,0 +1,174 @@
+"""What `rl-trainer` refuses, with which words and exit code, before it writes anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.redis_ledger import RedisLedger
+from consumer.config import TrainerDaemonConfig, byte_budget_needed
+from consumer.main import main
+from protocol.config import validate
+from protocol.connection import connect
+from protocol.errors import EXIT_CONFIG
+from protocol.identity import identify
+from protocol.keys import Keys
+
+pytestmark = pytest.mark.redis
+Tables = dict[str, dict[str, Any]]
+
+BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "unknown key": ({"trainer__lrr": 1e-3}, ("trainer.lrr", "did you mean trainer.lr?")),
+    "unknown section": ({"trainr__lr": 1e-3}, ("[trainr]", "did you mean trainer?")),
+    "wrong type": ({"trainer__lr": "fast"}, ("trainer.lr", "'fast'")),
+    "out of range": ({"checkpoint__keep": 1}, ("checkpoint.keep", "greater than or equal to 2")),
+    "later backend": ({"trainer__backend": "megatron"}, ("trainer", "megatron comes in a later release")),
+    "unknown loss": ({"trainer__loss": "tis"}, ("trainer.loss", "'ppo_clip' or 'trust_region'")),
+    "beta of 1": ({"trainer__betas": [0.9, 1.0]}, ("betas", "below 1")),
+    "greedy": ({"rollout__temperature": 0.0}, ("rollout.temperature 0",)),
+    "on-policy and sparse": (
+        {"buffer__pipeline_depth": 0.0, "weights__publish_every": 2},
+        ("buffer.pipeline_depth 0", "weights.publish_every 2", "publish_every = 1"),
+    ),
+    "small budget": ({"buffer__byte_budget": 1000}, ("buffer.byte_budget 1000", "raise it")),
+    "no model": ({"model__path": "/no/such/model"}, ("model.path /no/such/model",)),
+    "no data": ({"data__path": "/no/such.jsonl"}, ("data.path /no/such.jsonl",)),
+    "no redis url": ({"redis__url": ""}, ("redis.url is empty",)),
+    "bad redis url": ({"redis__url": "http://here"}, ("redis.url", "http://here")),
+    "bad run name": ({"run__name": "a b"}, ("run.name", "'a b'")),
+}
+
+
+@pytest.fixture
+def names() -> Keys:
+    """Of a run that is never made."""
+    return Keys("t-refused")
+
+
+@pytest.fixture
+def keys(names: Keys) -> Keys:
+    """These tests run their own event loops, so they do without the fixture that looks after keys."""
+    return names
+
+
+@pytest.fixture
+def write(make_config: Callable[..., Tables], as_file: Callable[..., Path]) -> Callable[..., Path]:
+    """A configuration file with these keys changed."""
+    return lambda **changes: as_file(make_config(**changes))
+
+
+def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
+    assert main(argv) == EXIT_CONFIG
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+@pytest.mark.parametrize("how", ["--new", "--resume"])
+def test_bad_input_names_the_key_and_writes_nothing(case: str, how: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    changes, words = BAD[case]
+    file = write(**changes)
+    before = sorted(tmp_path.rglob("*"))
+    told = refused(capsys, ["-c", str(file), how])
+    for word in words:
+        assert word in told
+    assert "Traceback" not in told
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_either_new_or_resume_is_asked_for(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    for argv in ([], ["--new", "--resume"]):
+        with pytest.raises(SystemExit) as raised:
+            main(["-c", str(write()), *argv])
+        assert raised.value.code == EXIT_CONFIG
+        told = capsys.readouterr().err
+        assert "--new" in told
+        assert "--resume" in told
+
+
+def test_a_file_that_is_not_there_or_not_toml_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert str(tmp_path / "no.toml") in refused(capsys, ["-c", str(tmp_path / "no.toml"), "--new"])
+    (tmp_path / "bad.toml").write_text("[run\n")
+    assert "bad.toml: not valid TOML" in refused(capsys, ["-c", str(tmp_path / "bad.toml"), "--new"])
+
+
+def test_resuming_a_run_that_is_not_there_is_refused(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    told = refused(capsys, ["-c", str(write()), "--resume"])
+    assert "'t-refused' does not exist" in told
+    assert "--new" in told
+
+
+def test_redis_that_does_not_answer_is_named(write: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    url = f"unix://{tmp_path}/no.sock"
+    told = refused(capsys, ["-c", str(write(redis__url=url, redis__deadline_s=0.1)), "--resume"])
+    assert f"redis.url {url}: no answer" in told
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "names no model_type"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    ],
+)
+def test_an_incomplete_model_folder_is_refused_before_torch(
+    damage: tuple[Callable[[Path], None], str], model_path: Path, tmp_path: Path, write: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+):
+    spoil, words = damage
+    folder = shutil.copytree(model_path, tmp_path / "model")
+    spoil(folder)
+    told = refused(capsys, ["-c", str(write(model__path=str(folder))), "--new"])
+    assert f"model.path {folder}" in told
+    assert words in told
+
+
+def test_an_existing_run_or_record_is_never_made_anew_and_another_identity_never_joins(
+    redis_url: str, as_file: Callable[..., Path], make_config: Callable[..., Tables], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    run = Keys("t-existing")
+    tables = make_config(run.run)
+    config = validate(TrainerDaemonConfig, tables, source="test")
+
+    async def with_run(create: bool) -> None:
+        client = connect(redis_url)
+        ledger = RedisLedger(client, run)
+        if create:
+            assert await ledger.create(identify(config.run, config.model, config.data, config.rollout), config.buffer)
+        else:
+            await ledger.delete_run()
+        await client.aclose()
+
+    asyncio.run(with_run(create=True))
+    try:
+        assert "exists already: use --resume" in refused(capsys, ["-c", str(as_file(tables)), "--new"])
+        tables["rollout"]["group_size"] = 8
+        assert "exists already, with other settings" in refused(capsys, ["-c", str(as_file(tables)), "--new"])
+        told = refused(capsys, ["-c", str(as_file(tables)), "--resume"])
+        assert "rollout.group_size: the run has 4, this process 8" in told
+        assert not config.run.folder.exists()
+    finally:
+        asyncio.run(with_run(create=False))
+    for record in ("witness.jsonl", "checkpoint/step-000001-1/state.json"):
+        (config.run.folder / record).parent.mkdir(parents=True)
+        (config.run.folder / record).write_text(json.dumps({}))
+        assert "is of an earlier run" in refused(capsys, ["-c", str(as_file(tables)), "--new"])
+        shutil.rmtree(config.run.folder)
+
+
+def test_the_budget_message_names_the_number_that_is_then_enough(
+    as_file: Callable[..., Path], make_config: Callable[..., Tables], capsys: pytest.CaptureFixture[str]
+):
+    tables = make_config(buffer__byte_budget=1)
+    config = validate(TrainerDaemonConfig, tables, source="test")
+    needed = byte_budget_needed(buffer=config.buffer, rollout=config.rollout, checkpoint=config.checkpoint)
+    assert str(needed) in refused(capsys, ["-c", str(as_file(tables)), "--resume"])
+    tables["buffer"]["byte_budget"] = needed
+    assert "does not exist" in refused(capsys, ["-c", str(as_file(tables)), "--resume"])

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from deploy import live
+from deploy.cli import main
+from deploy.look import show_config
+from deploy.snapshot import PictureSource
+from protocol.connection import Client
+from protocol.keys import Keys
+
+ROOT = Path(__file__).parents[2]
+
+
+def config_file(folder: Path, url: str, run: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(f'[run]\nname = "{run}"\ndir = "{folder}/run"\n[redis]\nurl = "{url}"\n')
+    return path
+
+
+def test_every_command_of_the_design_has_help(capsys: pytest.CaptureFixture[str]):
+    for words in (
+        ["up"],
+        ["engine"],
+        ["serve"],
+        ["redis"],
+        ["status"],
+        ["groups"],
+        ["engines"],
+        ["weights"],
+        ["config", "check"],
+        ["config", "show"],
+        ["demo"],
+    ):
+        with pytest.raises(SystemExit) as left:
+            main([*words, "--help"])
+        assert left.value.code == 0
+        assert words[-1] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "required"),
+        (["uup"], "invalid choice"),
+        (["up", "-c", "x.toml"], "--new --resume is required"),
+        (["up", "-c", "x.toml", "--new", "--resume"], "not allowed with"),
+        (["status"], "-c/--config"),
+        (["engine", "-c", "x.toml", "--index", "-1"], "expected 0 or more"),
+    ],
+)
+def test_a_bad_command_line_exits_2_and_says_why(capsys: pytest.CaptureFixture[str], words: list[str], told: str):
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["status"], ["up", "--new"], ["engine"], ["serve"], ["config", "check"], ["config", "show"]])
+def test_a_missing_file_exits_2_and_is_named(capsys: pytest.CaptureFixture[str], command: list[str], tmp_path: Path):
+    assert main([*command, "-c", str(tmp_path / "none.toml")]) == 2
+    assert "none.toml: cannot be read" in capsys.readouterr().err
+
+
+def test_help_and_engine_commands_import_nothing_heavy():
+    code = "import sys, deploy.cli as c; c._parser(demo_wanted=False); print(sorted({'torch', 'redis', 'rich', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_look_at_a_run_that_is_not_up_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text(f'[run]\nname = "t"\ndir = "{tmp_path}/run"\n')
+    assert main(["status", "-c", str(path)]) == 2
+    assert "start the run" in capsys.readouterr().err
+
+
+def test_a_look_without_redis_is_to_be_tried_again(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["engines", "-c", str(config_file(tmp_path, f"unix://{tmp_path}/nobody.sock", "t"))]) == 75
+    assert "no answer" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_a_run_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str], redis_url: str, tmp_path: Path):
+    assert main(["weights", "-c", str(config_file(tmp_path, redis_url, "nobody"))]) == 2
+    assert "'nobody'" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+async def test_looks_are_tables_for_people_and_json_for_programs(
+    capsys: pytest.CaptureFixture[str], redis_url: str, keys: Keys, tmp_path: Path, small_run: Callable[[], Awaitable[object]]
+):
+    await small_run()
+    path = str(config_file(tmp_path, redis_url, keys.run))
+
+    async def look(*words: str) -> str:
+        assert await asyncio.to_thread(main, [*words, "-c", path]) == 0
+        return capsys.readouterr().out
+
+    assert "step 1" in await look("status")
+    assert "admission limit" in await look("groups")
+    engines = await look("engines")
+    assert "engine-0" in engines
+    assert "http://127.0.0.1:9000" in engines, "a table that goes to a pipe is not cut"
+    assert "newest 1:1" in await look("weights")
+    found = json.loads(await look("status", "--json"))
+    assert found["buffer"]["ready"] == 1
+    assert found["staleness"]["total"]["max"] == 1
+    assert json.loads(await look("weights", "--json"))["weights"]["newest"] == "1:1"
+
+
+def test_the_shown_configuration_reads_back_as_the_same(tmp_path: Path):
+    from deploy.config import UpConfig
+    from protocol.config import load
+
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nname = "t"\n[model]\npath = "m"\n[data]\npath = "d.jsonl"\n[rollout]\nstop = ["\\n", "end \\"x\\""]\n')
+    config = load(UpConfig, path, environ={})
+    shown = show_config(config, as_json=False)
+    (tmp_path / "shown.toml").write_text(shown)
+    assert load(UpConfig, tmp_path / "shown.toml", environ={}) == config
+    assert set(tomllib.loads(shown)) == set(UpConfig.model_fields)
+    assert json.loads(show_config(config, as_json=True))["run"]["name"] == "t"
+
+
+@pytest.mark.redis
+async def test_the_live_view_shows_who_waits_for_whom(redis: Client, keys: Keys, small_run: Callable[[], Awaitable[object]]):
+    from rich.console import Console
+
+    from deploy.up.supervisor import Child, Life, Phase, Role
+
+    source = PictureSource(redis, keys)
+    console = Console(width=150, record=True, file=io.StringIO())
+    lives = {Child(Role.TRAINER): Life(phase=Phase.RUNNING), Child(Role.PRODUCER): Life(phase=Phase.WAITING, restarts=2)}
+    console.print(live.render(await source.picture(), lives, []))
+    assert "waiting for the trainer to create the run" in console.export_text()
+    await small_run()
+    picture = await PictureSource(redis, keys).picture()
+    console.print(live.render(picture, lives, [(picture.at, "engine-0 ended (signal 9)")], "Redis does not answer: gone"))
+    text = console.export_text()
+    for part in ("producer-0: no slot for 3 s", "0.750", "producer-0 ↻2", "engine-1", "1:1", "signal 9", "Redis does not answer", "1 ready"):
+        assert part in text, text
+    assert "producer-0 no slot 3s" in live.line(picture)
+
+
+def test_doctests_of_the_view_hold():
+    import doctest
+
+    assert doctest.testmod(live).failed == 0

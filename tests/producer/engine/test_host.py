@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from buffer.config import BufferConfig
+from buffer.redis_ledger import RedisLedger
+from producer.engine import host
+from producer.engine.client import EngineClient, Sampling
+from producer.engine.host import EngineHostConfig, run_host
+from protocol.config import validate
+from protocol.connection import Client
+from protocol.errors import ConfigError
+from protocol.identity import RunIdentity
+from protocol.keys import Keys
+from protocol.messages import EngineState, EngineStatus, ProducerStatus
+from protocol.presence import Presence
+from protocol.versions import Version
+from protocol.wakeups import Topic, Wakeups, wakeups
+from weightsync.channel import Channel
+from weightsync.config import store_folder
+from weightsync.registry import Registry
+from weightsync.safetensors_file import open_tensors
+from weightsync.snapshot import Snapshot
+from weightsync.store import DirectoryStore
+
+from .conftest import written_logprobs
+
+_WAIT_S = 60.0
+PROCESS = """
+import sys, warnings
+warnings.simplefilter("error")
+from producer.engine.host import EngineHostConfig, run_host
+from protocol.config import load
+from protocol.daemon import run_daemon
+config = load(EngineHostConfig, sys.argv[1])
+sys.exit(run_daemon("engine-0", lambda stop: run_host(config, 0, stop)))
+"""
+
+
+class Run:
+    """A run with a trainer of our own: it attaches and publishes weights; engines follow."""
+
+    def __init__(self, *, client: Client, keys: Keys, url: str, model: Path, folder: Path, waker: Wakeups) -> None:
+        self.values: dict[str, Any] = {
+            "run": {"name": keys.run, "dir": str(folder / "run")},
+            "redis": {"url": url},
+            "model": {"path": str(model)},
+            "rollout": {"max_prompt_tokens": 20, "max_new_tokens": 30},
+            "weights": {"store": str(folder / "store")},
+            "engine": {"slots": 4},
+        }
+        self.keys, self.waker, self.folder, self.client = keys, waker, folder, client
+        self.ledger, self.registry, self.channel = RedisLedger(client, keys), Registry(client, keys), Channel(client, keys)
+        self._model = model
+
+    def config(self, **sections: Any) -> EngineHostConfig:
+        merged = {name: values | sections.get(name, {}) for name, values in self.values.items()}
+        return validate(EngineHostConfig, merged, source="test")
+
+    async def create(self) -> None:
+        identity = RunIdentity(schema_major=1, seed=0, group_size=8, dataset="d", tokenizer="t")
+        await self.ledger.create(identity, BufferConfig())
+
+    async def publish(self, weights: Path) -> Version:
+        """Attach anew and publish its version 0."""
+        incarnation = (await self.ledger.attach(None, trainer_id="t")).incarnation
+        config = self.config()
+        store = DirectoryStore(store_folder(config.weights, config.run), self._model)
+        version = Version(incarnation, 0)
+        with open_tensors(weights / "model.safetensors") as tensors:
+            manifest = store.write(Snapshot(version=version, tensors=tensors))
+        await self.channel.publish(manifest, incarnation)
+        return version
+
+    async def until(self, found: Callable[[list[EngineStatus]], bool]) -> list[EngineStatus]:
+        async with asyncio.timeout(_WAIT_S):
+            while True:
+                mark = self.waker.mark(Topic.ENGINES)
+                engines = await self.registry.engines()
+                if found(engines):
+                    return engines
+                await self.waker.wait(Topic.ENGINES, since=mark)
+
+    async def serving(self, version: Version) -> EngineStatus:
+        (engine,) = await self.until(lambda engines: [e.version for e in engines if e.state is EngineState.ROUTABLE] == [version])
+        return engine
+
+    @contextlib.asynccontextmanager
+    async def hosted(self, stop: asyncio.Event, **sections: Any) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(run_host(self.config(**sections), 0, stop), name="host")
+        try:
+            yield task
+        finally:
+            stop.set()
+            await task
+
+
+@pytest_asyncio.fixture
+async def run(redis: Client, keys: Keys, redis_url: str, model_a: Path, tmp_path: Path) -> AsyncIterator[Run]:
+    async with wakeups(redis, keys) as waker:
+        yield Run(client=redis, keys=keys, url=redis_url, model=model_a, folder=tmp_path, waker=waker)
+
+
+def ask(session: aiohttp.ClientSession, engine: EngineStatus, rid: str, tokens: int = 5) -> Awaitable[Any]:
+    sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
+    return EngineClient(session).generate(engine.url, [1, 7, 9], sampling=sampling, rid=rid, deadline_s=30)
+
+
+async def test_an_engine_becomes_routable_with_the_newest_version_follows_it_and_leaves(run: Run, session: aiohttp.ClientSession, model_b: Path):
+    from transformers import AutoModelForCausalLM
+
+    stop = asyncio.Event()
+    async with run.hosted(stop) as task:
+        (starting,) = await run.until(lambda engines: len(engines) == 1)
+        assert (starting.state, starting.version, starting.engine_id) == (EngineState.STARTING, None, f"{run.keys.run}-engine-0")
+        assert await run.registry.routable() == []
+        await run.create()
+        first = await run.publish(model_b)
+        engine = await run.serving(first)
+        assert (engine.kind, engine.capacity) == ("embedded", 4)
+        generation = await ask(session, engine, "one")
+        assert generation.weight_version == first
+        own = written_logprobs(AutoModelForCausalLM.from_pretrained(model_b), [1, 7, 9], generation.output_ids.tolist())
+        assert abs(generation.logprobs - own.numpy()).max() < 1e-4
+        second = await run.publish(model_b)
+        assert second > first
+        assert (await ask(session, await run.serving(second), "two")).weight_version == second
+        stop.set()
+        await task
+        assert await run.registry.engines() == []
+
+
+async def test_requests_under_way_finish_before_the_engine_goes(run: Run, session: aiohttp.ClientSession, model_a: Path):
+    await run.create()
+    stop = asyncio.Event()
+    async with run.hosted(stop):
+        engine = await run.serving(await run.publish(model_a))
+        under_way = [asyncio.ensure_future(ask(session, engine, f"r{i}", tokens=30)) for i in range(6)]
+        known = 0
+        while known < len(under_way):  # until the engine has read them all
+            async with session.get(engine.url + "/server_info") as answer:
+                (state,) = (await answer.json())["internal_states"]
+            known = state["num_running_reqs"] + state["num_queue_reqs"] + sum(task.done() for task in under_way)
+    assert [len(result.output_ids) for result in await asyncio.gather(*under_way)] == [30] * 6
+
+
+async def test_it_ends_by_itself_once_the_run_drains_and_the_last_producer_has_left(run: Run, model_a: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "_DRAINED_S", 0.0)
+    await run.create()
+    producers = Presence(run.client, run.keys, "producer", ProducerStatus)
+    await producers.beat("p", ProducerStatus(producer_id="p"))
+    async with run.hosted(asyncio.Event()) as task:
+        version = await run.publish(model_a)
+        await run.serving(version)
+        await run.ledger.drain(version.incarnation, "steps")
+        done, _ = await asyncio.wait({task}, timeout=1.5)
+        assert not done, "a producer is still there"
+        await producers.leave("p")
+        async with asyncio.timeout(_WAIT_S):
+            await task
+    assert await run.registry.engines() == []
+
+
+async def start_process(run: Run, tmp_path: Path) -> asyncio.subprocess.Process:
+    """A host in a process of its own."""
+    file = tmp_path / "run.toml"
+    file.write_text("\n".join(f"[{name}]\n" + "\n".join(f"{key} = {value!r}" for key, value in section.items()) for name, section in run.values.items()))
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", PROCESS, str(file), stderr=asyncio.subprocess.PIPE)
+
+
+@pytest.mark.faults
+async def test_a_killed_host_is_gone_when_its_registration_expires_and_its_successor_is_a_new_engine(run: Run, model_a: Path, tmp_path: Path):
+    await run.create()
+    version = await run.publish(model_a)
+    process = await start_process(run, tmp_path)
+    try:
+        killed = await run.serving(version)
+        assert killed.pid == process.pid
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.communicate()
+    assert await run.until(lambda engines: not engines) == []
+    assert await run.registry.routable() == []
+    async with run.hosted(asyncio.Event()):
+        successor = await run.serving(version)
+        assert successor.engine_id == killed.engine_id
+        assert successor.boot_nonce != killed.boot_nonce
+
+
+async def test_a_process_told_to_stop_exits_0(run: Run, tmp_path: Path):
+    process = await start_process(run, tmp_path)
+    await run.until(lambda engines: len(engines) == 1)
+    process.send_signal(signal.SIGTERM)
+    _, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    assert await run.registry.engines() == []
+
+
+async def test_a_process_with_a_wrong_setting_exits_2_and_says_which(run: Run, tmp_path: Path):
+    run.values["engine"] |= {"kind": "sglang"}
+    process = await start_process(run, tmp_path)
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    assert 'engine.kind = "sglang"' in errors.decode()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"engine": {"kind": "sglang"}}, "does not start SGLang servers yet"),
+        ({"redis": {"url": ""}}, r"redis\.url is empty"),
+        ({"redis": {"url": "unix:///nowhere/redis.sock"}}, r"redis\.url unix:///nowhere/redis\.sock: no answer"),
+        ({"model": {"path": "/nowhere/model"}}, r"model\.path /nowhere/model: no such folder"),
+        ({"engine": {"slots": 4, "max_length": 49}}, r"engine\.max_length 49 is below the 50 tokens"),
+        ({"engine": {"slots": 4, "max_length": 513}}, r"engine\.max_length 513 exceeds the context of 512"),
+    ],
+)
+async def test_what_cannot_run_is_a_configuration_error_that_says_what_to_do(run: Run, sections: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        await run_host(run.config(**sections), 0, asyncio.Event())
+    assert await run.registry.engines() == []
+
+
+async def test_a_model_that_cannot_be_loaded_and_a_taken_port_are_configuration_errors(run: Run, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        await run_host(run.config(model={"path": str(tmp_path / "empty")}), 0, asyncio.Event())
+    async with await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await run_host(run.config(engine={"port": port}), 0, asyncio.Event())
+
+
+def test_a_slot_holds_the_longest_request_of_rollouts_and_evaluation(tmp_path: Path):
+    values = {"run": {"name": "r"}, "model": {"path": str(tmp_path)}, "rollout": {"max_prompt_tokens": 10, "max_new_tokens": 5}, "eval": {"max_new_tokens": 9}}
+    assert host._longest(validate(EngineHostConfig, values, source="test")) == 19

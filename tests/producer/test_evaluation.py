@@ -1,0 +1,140 @@
+"""Evaluation and its election against a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from producer import election as election_module
+from producer.config import EvalConfig
+from producer.election import Claim, Election, Phase
+from producer.engine.client import EngineClient, Sampling
+from producer.evaluation import Evaluation
+from producer.pool import EnginePool
+from producer.sampler import Sampler
+from protocol.versions import Version
+
+
+def election(stage: Any, every_s: float = 3600.0) -> Election:
+    return Election(stage.redis, stage.keys, every_s=every_s)
+
+
+async def test_one_process_evaluates_at_a_time_and_each_phase_once(stage: Any) -> None:
+    mine, other = election(stage), election(stage)
+    assert await mine.claim(Phase.FIRST) == (Claim.MINE, 0.0)
+    claim, wait_s = await other.claim(Phase.FIRST)
+    assert claim is Claim.HELD
+    assert 0 < wait_s <= election_module.TTL_S
+    assert await mine.claim(Phase.FIRST) == (Claim.MINE, 0.0)
+    assert await other.record(Phase.FIRST, "", {}) is False
+    assert await mine.record(Phase.FIRST, "", {"phase": "first"}) is True
+    assert (await other.claim(Phase.FIRST))[0] is Claim.DONE
+    assert await stage.audit("eval") == [{"phase": "first"}]
+    claim, wait_s = await other.claim(Phase.PERIODIC)
+    assert claim is Claim.EARLY
+    assert 0 < wait_s <= 3600
+
+
+async def test_a_final_evaluation_happens_once_for_each_version_a_run_ends_with(stage: Any) -> None:
+    mine = election(stage)
+    for version in ("1:5", "2:9"):
+        assert (await mine.claim(Phase.FINAL, version))[0] is Claim.MINE
+        assert await mine.record(Phase.FINAL, version, {})
+        assert (await election(stage).claim(Phase.FINAL, version))[0] is Claim.DONE
+
+
+async def test_work_without_a_record_gives_the_lock_back(stage: Any) -> None:
+    async def work() -> int:
+        return 7
+
+    mine = election(stage)
+    await mine.claim(Phase.PERIODIC)
+    assert await mine.holding(Phase.PERIODIC, "", work()) == 7
+    assert (await election(stage).claim(Phase.PERIODIC))[0] is Claim.MINE
+
+
+async def test_work_is_cancelled_when_the_lock_has_gone_to_another(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(election_module, "_RENEW_S", 0.01)
+    mine, other = election(stage), election(stage)
+    cancelled = asyncio.Event()
+
+    async def work() -> None:
+        await stage.redis.delete(stage.keys.key("eval:lock"))
+        await other.claim(Phase.PERIODIC)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    await mine.claim(Phase.PERIODIC)
+    async with asyncio.timeout(10):
+        assert await mine.holding(Phase.PERIODIC, "", work()) is None
+    assert cancelled.is_set()
+    assert (await other.claim(Phase.PERIODIC))[0] is Claim.MINE
+
+
+async def evaluation_of(stage: Any, **config: Any) -> Evaluation:
+    held_out = stage.folder / "eval.jsonl"
+    held_out.write_bytes((stage.folder / "train.jsonl").read_bytes())
+    daemon = stage.config(eval={"path": str(held_out)} | config)
+    prepared = await stage.create(daemon)
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    await pool.refresh()
+    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=daemon.producer)
+    assert prepared.held_out is not None
+    return Evaluation(
+        EvalConfig(path=str(held_out), **config),
+        prepared.held_out,
+        sampler=sampler,
+        sampling=Sampling(max_new_tokens=4, temperature=0.0),
+        pool=pool,
+        election=election(stage, config.get("every_seconds", 3600.0)),
+        wakeups=stage.wakeups,
+        producer_id="p",
+        redis_deadline_s=5.0,
+    )
+
+
+async def test_an_evaluation_counts_what_failed_and_names_every_version_that_served(stage: Any) -> None:
+    engine = await stage.engine("a")
+    engine.texts = ["1234", "no"]
+    engine.behave = lambda body: 400 if body["rid"].split(".")[0].endswith("-first-3") else "ok"
+    engine.versions = [("1:0", 2), ("1:1", 2)]
+    evaluation = await evaluation_of(stage, samples=4, concurrency=1)
+    async with asyncio.timeout(20):
+        await evaluation.first()
+        await evaluation.first()
+    (event,) = await stage.audit("eval")
+    assert (event["samples"], event["failed"], event["versions"], event["producer_id"]) == (3, 1, ["1:0", "1:1"], "p")
+    assert event["reward"] == event["exact"] == pytest.approx(2 / 3)
+
+
+async def test_the_final_evaluation_takes_what_there_is_when_no_engine_serves_the_final_version(stage: Any) -> None:
+    await stage.engine("a")
+    evaluation = await evaluation_of(stage, samples=2, final_deadline_seconds=0.3)
+    await evaluation._pool.refresh()
+    async with asyncio.timeout(20):
+        await evaluation.final(Version(1, 9))
+    (event,) = await stage.audit("eval")
+    assert (event["phase"], event["versions"]) == ("final", ["1:0"])
+
+
+async def test_periodic_evaluations_are_not_done_twice_by_two_producers(stage: Any) -> None:
+    await stage.engine("a")
+    first = await evaluation_of(stage, samples=2, every_seconds=0.2)
+    second = await evaluation_of(stage, samples=2, every_seconds=0.2)
+    for evaluation in (first, second):
+        await evaluation._pool.refresh()
+    tasks = [asyncio.create_task(evaluation.periodic(), name="periodic") for evaluation in (first, second)]
+    async with asyncio.timeout(20):
+        while len(await stage.audit("eval")) < 3:
+            await asyncio.sleep(0.02)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    at = [int(entry[0].split(b"-")[0]) for entry in await stage.redis.xrange(stage.keys.audit) if entry[1][b"op"] == b"eval"]
+    assert all(later - earlier >= 200 for earlier, later in pairwise(at))

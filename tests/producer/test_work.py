@@ -1,0 +1,228 @@
+"""The groups of one producer against a real ledger: slots lost, given back, failed, filtered, and a Redis that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from buffer.client import ProducerBuffer
+from buffer.contract import Granted
+from producer.engine.client import EngineClient, Sampling
+from producer.outage import through_outage
+from producer.pool import EnginePool
+from producer.rollout import GroupMaker, payload_bound
+from producer.sampler import Sampler
+from producer.source import PromptSource
+from producer.stopping import unless
+from producer.work import GroupWork
+from protocol.errors import RedisUnavailable
+from protocol.messages import Edge, Reason
+from protocol.versions import Version
+from protocol.wakeups import Topic
+
+
+class Bench:
+    """Group work under way, to be looked at."""
+
+    def __init__(self, work: GroupWork, pool: EnginePool, closing: asyncio.Event) -> None:
+        self.work, self.pool, self.closing = work, pool, closing
+
+
+@contextlib.asynccontextmanager
+async def working(stage: Any, config: Any, prepared: Any, *, drain_s: float = 0.0, buffer: Any = None) -> AsyncIterator[Bench]:
+    closing = asyncio.Event()
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer)
+    maker = GroupMaker(sampler, Sampling(max_new_tokens=8), group_size=2, group_filter=config.producer.filter, producer_id="p", owner="o" * 16)
+    work = GroupWork(
+        buffer or ProducerBuffer(stage.ledger, stage.wakeups, "o" * 16),
+        PromptSource(prepared.prompts, seed=0),
+        maker,
+        max_inflight=config.producer.max_inflight_groups,
+        max_bytes=payload_bound(group_size=2, prompt_tokens=16, new_tokens=8),
+        redis_deadline_s=1.0,
+        closing=closing,
+        on_run_ended=closing.set,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(pool.watch(), name="watch")
+        running = tasks.create_task(work.run(lambda: drain_s), name="work")
+        yield Bench(work, pool, closing)
+        closing.set()
+        await running
+        watch.cancel()
+
+
+async def until(stage: Any, condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await stage.wakeups.wait(*Topic, timeout_s=0.02)
+
+
+async def taken_over(stage: Any, owner: str) -> Granted:
+    """What another producer is granted once the slots of the first have expired."""
+    async with asyncio.timeout(20):
+        while True:
+            answer = await stage.ledger.reserve(owner, f"r-{owner}", 2, max_bytes=4096)
+            if isinstance(answer, Granted) and any(slot.attempt > 1 for slot in answer.slots):
+                return answer
+            await asyncio.sleep(0.02)
+
+
+async def test_a_group_whose_slot_went_to_another_is_dropped_at_the_heartbeat(stage: Any) -> None:
+    config = stage.config()
+    prepared = await stage.create(config, pipeline_depth=0.0, slot_seconds=0.05)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: "hang"
+    async with working(stage, config, prepared) as bench:
+        await until(stage, lambda: len(engine.requests) == 4)
+        await taken_over(stage, "other")
+        await bench.work.renew()
+        assert bench.work.tally.lost == 2
+        await until(stage, lambda: len(bench.work) == 0)
+    assert await stage.audit("put") == []
+
+
+async def test_a_group_whose_slot_went_to_another_is_refused_at_the_put(stage: Any) -> None:
+    config = stage.config()
+    prepared = await stage.create(config, pipeline_depth=0.0, slot_seconds=0.05)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: "hang"
+    async with working(stage, config, prepared) as bench:
+        await until(stage, lambda: len(engine.requests) == 4)
+        await taken_over(stage, "other")
+        engine.go.set()
+        await until(stage, lambda: bench.work.tally.lost == 2)
+        assert bench.work.tally.put == 0
+    assert await stage.audit("put") == []
+
+
+async def test_what_is_under_way_at_closing_is_given_back_after_the_drain(stage: Any) -> None:
+    config = stage.config()
+    prepared = await stage.create(config)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: "hang"
+    async with working(stage, config, prepared):
+        await until(stage, lambda: len(engine.requests) == 4)
+    status = await stage.ledger.status()
+    assert (status.generating, status.released) == (0, 2)
+    assert status.releases == {Reason.GIVEN_BACK: 2}
+
+
+async def test_a_group_that_fails_is_released_and_handed_out_again(stage: Any) -> None:
+    config = stage.config(producer={"sample_retries": 0, "max_inflight_groups": 1})
+    prepared = await stage.create(config)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: 400 if len(engine.requests) < 2 else "ok"
+    async with working(stage, config, prepared) as bench:
+        await until(stage, lambda: bench.work.tally.put == 5)
+        assert bench.work.tally.failed == 1
+    assert [(event["seq"], event["reason"]) for event in await stage.audit("released")] == [(0, "failed")]
+    assert sorted((event["seq"], event["attempt"]) for event in await stage.audit("put")) == [(0, 2), (1, 1), (2, 1), (3, 1), (4, 1)]
+
+
+async def test_filtered_groups_die_and_the_next_seq_takes_their_place(stage: Any) -> None:
+    config = stage.config(producer={"filter": "zero_variance", "max_inflight_groups": 1})
+    prepared = await stage.create(config)
+    engine = await stage.engine("a")
+    engine.texts = ["1234", "1234", "1234", "no"]
+    async with working(stage, config, prepared) as bench:
+        await until(stage, lambda: bench.work.tally.put == 5)
+    assert bench.work.tally.filtered >= 4
+    assert {event["reason"] for event in await stage.audit("dead")} == {"filtered"}
+
+
+async def test_without_an_engine_it_waits_and_says_so_and_goes_on_when_one_comes(stage: Any) -> None:
+    config = stage.config()
+    prepared = await stage.create(config)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: "hang"
+    async with working(stage, config, prepared) as bench:
+        await until(stage, lambda: len(engine.requests) == 4)
+        await stage.registry.mark_unfit("a", engine.nonce, "test")
+        await bench.pool.refresh()
+        engine.behave = lambda _: 500
+        engine.go.set()
+        await until(stage, lambda: bench.work.tally.put == 2)
+        await until(stage, lambda: bench.work.waiting_for is Edge.NO_ENGINE)
+        await stage.engine("b")
+        await until(stage, lambda: bench.work.tally.put == 5)
+
+
+async def test_a_trainer_that_comes_back_takes_engines_off_the_line_out_of_use(stage: Any) -> None:
+    config = stage.config()
+    await stage.create(config)
+    await stage.engine("a", "1:3")
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    await pool.refresh()
+    assert (await pool.acquire(Version(1, 2))).id == "a"
+    await stage.ledger.attach(None, trainer_id="second")
+    await pool.refresh()
+    async with asyncio.timeout(5):
+        waiting = asyncio.create_task(pool.acquire(Version(2, 0)), name="acquire")
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert pool.waiting_since > 0
+        await stage.engine("b", "2:0")
+        await pool.refresh()
+        assert (await waiting).id == "b"
+    assert pool.waiting_since == 0
+
+
+class Away(ProducerBuffer):
+    """A buffer whose Redis goes away for some puts."""
+
+    failures = 0
+
+    async def put(self, header: Any, payload: bytes) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise RedisUnavailable("staged")
+        return await super().put(header, payload)
+
+
+async def test_a_finished_group_is_held_while_redis_is_away_and_put_when_it_is_back(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.outage._PAUSE_S", 0.01)
+    config = stage.config()
+    prepared = await stage.create(config, pipeline_depth=0.0)
+    await stage.engine("a")
+    buffer = Away(stage.ledger, stage.wakeups, "o" * 16)
+    buffer.failures = 5
+    async with working(stage, config, prepared, buffer=buffer) as bench:
+        await until(stage, lambda: bench.work.tally.put == 2)
+    assert buffer.failures == 0
+    assert (await stage.ledger.status()).ready == 2
+
+
+async def test_redis_that_stays_away_ends_the_wait_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.outage._PAUSE_S", 0.01)
+
+    async def call() -> None:
+        raise RedisUnavailable("staged")
+
+    with pytest.raises(RedisUnavailable):
+        await through_outage(call, deadline_s=0.05)
+
+
+async def test_work_is_cut_short_by_its_event_and_its_own_failure_comes_out() -> None:
+    stop = asyncio.Event()
+    cleaned = []
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    async def fail() -> None:
+        raise ValueError("mine")
+
+    asyncio.get_running_loop().call_soon(stop.set)
+    await unless(stop, forever(), name="forever")
+    assert cleaned == [True]
+    with pytest.raises(ValueError, match="mine"):
+        await unless(asyncio.Event(), fail(), name="fail")

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import sys
+from subprocess import run
+from typing import Any
+
+import pytest
+
+from protocol.config import Tree, validate
+from protocol.errors import ConfigError
+from weightsync.config import WeightsConfig
+
+
+class Weights(Tree):
+    weights: WeightsConfig = WeightsConfig()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"pause_mode": "retract"}, "weights.pause_mode: got 'retract' .*'in_place' or 'abort'"),
+        ({"max_paused": 0}, "weights.max_paused: got 0"),
+        ({"publish_every": 0}, "weights.publish_every: got 0"),
+        ({"keep": 0}, "weights.keep: got 0"),
+        ({"pause_moode": "abort"}, r"did you mean weights\.pause_mode"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_its_name(values: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        validate(Weights, {"weights": values}, source="run.toml")
+
+
+def test_the_package_is_imported_without_a_tensor_library():
+    code = (
+        "import sys, weightsync.publisher, weightsync.reconciler, weightsync.registry; "
+        "sys.exit(bool({'torch', 'safetensors', 'transformers'} & set(sys.modules)))"
+    )
+    assert run([sys.executable, "-c", code], check=False).returncode == 0

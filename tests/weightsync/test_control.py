@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable
+from weightsync.control import EngineControl
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+async def test_an_update_asks_for_no_flush_and_no_abort(rig: Any, tmp_path: Path):
+    await rig.publish(1, 1)
+    manifest = await rig.channel.newest()
+    async with rig.server("b1") as server:
+        control = EngineControl(rig.session, server.url)
+        assert await control.weight_version() == "boot:b1"
+        await control.update_from_disk(manifest.location, "1:1", deadline_s=5)
+        assert server.bodies[-1] == {"model_path": manifest.location, "weight_version": "1:1", "flush_cache": False, "abort_all_requests": False}
+        assert await control.weight_version() == "1:1"
+        assert await control.probe(deadline_s=5) == ("1:1", "1:1")
+
+
+@pytest.mark.parametrize(("stage", "words"), [("refuse", "no such weights"), ("refuse_softly", "not now"), ("half", "partially updated")])
+async def test_a_refusal_carries_the_engines_words(rig: Any, stage: str, words: str):
+    await rig.publish(1, 1)
+    async with rig.server("b1") as server:
+        server.stage.append(stage)
+        with pytest.raises(ApplyFailed, match=words):
+            await EngineControl(rig.session, server.url).update_from_disk((await rig.channel.newest()).location, "1:1", deadline_s=5)
+
+
+async def test_a_paused_engine_is_not_ready_and_answers_no_probe_in_time(rig: Any):
+    async with rig.server("b1") as server:
+        control = EngineControl(rig.session, server.url)
+        assert await control.ready()
+        await control.pause("in_place")
+        assert not await control.ready()
+        with pytest.raises(EngineUnavailable, match="no answer within"):
+            await control.probe(deadline_s=0.05)
+        await control.resume()
+        await control.resume()
+        assert await control.ready()
+
+
+async def test_an_engine_that_is_gone_is_unavailable(rig: Any):
+    async with rig.server("b1") as server:
+        control = EngineControl(rig.session, server.url)
+    assert not await control.ready(deadline_s=1)
+    with pytest.raises(EngineUnavailable):
+        await control.resume(deadline_s=1)
+    with pytest.raises(EngineUnavailable, match="no time left"):
+        await control.resume(deadline_s=0)
+
+
+async def test_engines_without_sessions_or_readiness_are_understood(rig: Any):
+    async with rig.server("b1") as server:
+        await EngineControl(rig.session, server.url).end_session()
+
+
+async def _answers(handler: Handler) -> tuple[web.AppRunner, str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+async def test_a_kept_connection_that_the_engine_closed_is_opened_again(rig: Any):
+    calls = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response({})
+
+    runner, url = await _answers(handler)
+    try:
+        control = EngineControl(rig.session, url)
+        await control.resume()
+        await control.resume()
+        assert calls == 3
+    finally:
+        await runner.cleanup()
+
+
+async def test_old_engines_without_spans_are_believed_by_their_final_version(rig: Any):
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response({"output_ids": [4], "meta_info": {"weight_version": "1:3"}})
+
+    runner, url = await _answers(handler)
+    try:
+        assert await EngineControl(rig.session, url).probe(deadline_s=5) == ("1:3",)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("answer", [b"[]", b'{"output_ids": []}', b'{"output_ids": [1]}', b"not json", b""])
+async def test_an_answer_that_is_no_token_is_no_proof(rig: Any, answer: bytes):
+    async def handler(_: web.Request) -> web.Response:
+        return web.Response(body=answer)
+
+    runner, url = await _answers(handler)
+    try:
+        with pytest.raises((ApplyFailed, DecodeError)):
+            await EngineControl(rig.session, url).probe(deadline_s=5)
+    finally:
+        await runner.cleanup()
+
+
+async def test_the_key_goes_with_every_call(rig: Any):
+    seen: list[str | None] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({"success": True})
+
+    runner, url = await _answers(handler)
+    try:
+        control = EngineControl(rig.session, url + "/", api_key="secret")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(control.pause("abort"))
+            group.create_task(control.abort_all())
+            group.create_task(control.update_from_disk("/x", "1:1", deadline_s=5))
+            group.create_task(control.ready())
+        assert seen == ["Bearer secret"] * 4
+    finally:
+        await runner.cleanup()
