@@ -106,7 +106,8 @@ def _disagreements(
         if one.op == "leased":
             chunks.setdefault(fields["step"], {})[fields["chunk"]] = list(fields["seqs"])
         elif one.op == "payload_lost":
-            chunks[fields["step"]][fields["chunk"]].remove(fields["seq"])
+            part = chunks.setdefault(fields["step"], {}).get(fields["chunk"], [])
+            chunks[fields["step"]][fields["chunk"]] = [seq for seq in part if seq != fields["seq"]]
         elif one.op == "trained":
             seqs = {seq for part in chunks.get(fields["step"], {}).values() for seq in part}
             by_audit[fields["incarnation"], fields["step"]] = (fields["digest"], seqs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import xxhash
@@ -79,7 +80,7 @@ def bind(http: HttpConfig) -> socket.socket | None:
         return listen(http.host, http.port)
     except OSError as problem:
         raise ConfigError(
-            f"http.port {http.port}: cannot listen on {http.host}:{http.port} ({problem.strerror or problem}); "
+            f"http.port {http.port}: cannot listen on {http.host}:{http.port} ({os.strerror(problem.errno) if problem.errno else problem}); "
             "choose another http.port, 0 for no service, or stop what listens there"
         ) from problem
 

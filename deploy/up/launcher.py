@@ -314,6 +314,7 @@ class Launcher:
         how = f"exit {code}" if code >= 0 else f"signal {-code}"
         life = self._core.lives[child]
         again = f"; starts again in {max(0.0, life.at - time.monotonic()):.1f} s" if life.at is not None else ""
+        again += " unless the run is over" if again and code == EXIT_DRAINED else ""
         self._note(f"{child} ended ({how}){again}")
 
     def _note(self, text: str) -> None:

@@ -187,8 +187,8 @@ class _Up:
                 await client.aclose()
         healthy = await _healthy(source, launcher.found_pids()) if found - {Child(Role.REDIS)} else set()
         await launcher.adopt(healthy)
-        if not healthy:
-            # Nobody serves or writes a version: the trainer publishes before anything is generated.
+        if not healthy and not await _in_use(source):
+            # Nobody serves or writes a version of this run: what lies there is stale, and the trainer publishes before anything is generated.
             shutil.rmtree(store_folder(self._config.weights, self._config.run), ignore_errors=True)
 
     @contextlib.asynccontextmanager
@@ -268,6 +268,12 @@ async def _healthy(source: PictureSource, found: dict[Child, int]) -> Collection
             break
         await asyncio.sleep(_LOOK_S)
     return healthy
+
+
+async def _in_use(source: PictureSource) -> bool:
+    """Whether an engine or a trainer that is not ours to start is here."""
+    picture = await source.picture()
+    return bool(picture.engines or picture.trainers)
 
 
 @contextlib.contextmanager

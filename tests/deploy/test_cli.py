@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ from deploy import live
 from deploy.cli import main
 from deploy.look import show_config
 from deploy.snapshot import PictureSource
-from protocol.connection import Client
+from protocol.connection import Client, connect
 from protocol.keys import Keys
 
 ROOT = Path(__file__).parents[2]
@@ -156,3 +157,16 @@ def test_doctests_of_the_view_hold():
     import doctest
 
     assert doctest.testmod(live).failed == 0
+
+
+async def test_a_redis_by_hand_prints_its_url_and_leaves_with_exit_0(tmp_path: Path):
+    command = [sys.executable, "-m", "deploy.cli", "redis", "--dir", str(tmp_path / "data")]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, env={**os.environ, "ROLLSTREAM_LOG": "ERROR"})
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    client = connect(url, deadline_s=5.0)
+    assert await client.ping()
+    await client.aclose()
+    process.terminate()
+    await process.communicate()
+    assert process.returncode == 0

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
 
+from deploy import summary as summary_module
 from deploy.checks import check_all
 from deploy.config import UpConfig
+from deploy.demo import drill as drill_module
 from deploy.demo import folder as folders
 from deploy.demo import task, tokenizer
 from deploy.demo.bars import bars
@@ -58,6 +61,13 @@ async def test_the_reward(response: str, ids: list[int], finish: str, value: flo
     sample: Any = SimpleNamespace(response=response, response_ids=ids, label="1234", finish_reason=finish)
     reward = await function(sample)
     assert (reward.value, reward.exact) == (pytest.approx(value), exact)
+
+
+@pytest.mark.parametrize("module", [task, tokenizer, drill_module, summary_module])
+def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
+    outcome = doctest.testmod(module)
+    assert outcome.attempted
+    assert not outcome.failed
 
 
 # -- tokenizer and warm start ------------------------------------------------------------------------------------------------------------------

@@ -185,6 +185,19 @@ async def test_a_child_that_ignores_the_wish_to_stop_is_killed_and_the_exit_code
     assert "engine-0 did not stop" in finish.message
 
 
+async def test_asked_twice_it_ends_everyone_at_once(tmp_path: Path, journal: Journal):
+    plan = plan_of(tmp_path, journal, ["trainer-0", "engine-0"], trainer_0="stubborn")
+    launcher = stub.make_launcher(tmp_path, plan)
+    async with running(launcher, plan) as task:
+        await journal.until("trainer-0 starts", "engine-0 starts")
+        launcher.request_stop()
+        await journal.until("trainer-0 ignores")
+        launcher.request_stop()
+        finish = await task
+    assert finish == Finish(1, "ended by force")
+    assert not any(identity_of(record.identity.pid) == record.identity for record in read_records(tmp_path))
+
+
 async def test_what_a_dead_child_had_started_dies_with_it(tmp_path: Path, journal: Journal):
     plan = plan_of(tmp_path, journal, ["trainer-0", "producer-0"], producer_0="parent")
     launcher = stub.make_launcher(tmp_path, plan)

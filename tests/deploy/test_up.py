@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ from deploy.cli import main
 from deploy.config import listen
 from deploy.demo import tokenizer
 from deploy.redis_server import redis_server
+from deploy.snapshot import PictureSource
+from deploy.up import main as up_main
 from deploy.up.main import UpOptions, up
-from protocol.connection import connect
+from deploy.up.supervisor import Child, Role
+from protocol.connection import Client, connect
 from protocol.errors import ConfigError, RedisUnreachable, RunExists, RunMissing, UnsafeRedis
 from protocol.keys import Keys
+from protocol.messages import ProducerStatus
+from protocol.presence import Presence
 
 ROWS = [{"prompt": "3142=", "label": "1234"}, {"prompt": "2211=", "label": "1122"}]
 
@@ -139,6 +145,18 @@ async def test_a_given_redis_is_asked_whether_it_can_evict_and_whether_the_run_i
             await up(UpOptions(config=str(path), resume=True))
         await client.aclose()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.redis
+async def test_healthy_is_who_announces_itself_from_the_process_we_found(
+    redis: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch, small_run: Callable[[], Awaitable[object]]
+):
+    monkeypatch.setattr(up_main, "_HEALTH_S", 1.0)
+    await small_run()
+    await Presence(redis, keys, "producer", ProducerStatus).beat("producer-0", ProducerStatus(producer_id="producer-0", pid=4242))
+    source = PictureSource(redis, keys)
+    found = {Child(Role.PRODUCER, 0): 4242, Child(Role.PRODUCER, 1): 4243, Child(Role.REDIS): 1}
+    assert await up_main._healthy(source, found) == {Child(Role.PRODUCER, 0)}
 
 
 async def test_one_up_a_folder(tmp_path: Path):

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from producer.engine.embedded.cache import SlotCache
+from producer.engine.embedded.direct import DirectBody, direct_body
 from protocol.errors import ConfigError
 
 _TOLERANCE = 1e-3
@@ -55,7 +56,11 @@ class SlotModel:
         dtype = next(model.parameters()).dtype
         self.cache = SlotCache(layers=geometry.layers, slots=slots, kv_heads=geometry.kv_heads, max_length=max_length, head_dim=geometry.head_dim, dtype=dtype)
         self._steps = torch.arange(max_length)
-        self._check()
+        self.direct: DirectBody | None = direct_body(model, self._body, max_length, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+        if self.direct is not None and not self._error() <= self._bound:
+            self.direct = None
+        if self.direct is None:
+            self._check()
 
     @torch.inference_mode()
     def prefill(self, first: int, ids: Tensor, source: Tensor) -> Tensor:
@@ -85,26 +90,35 @@ class SlotModel:
         return logits.float()
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        if self.direct is not None:
+            return self.direct(ids, positions, mask, self.cache)
         output = self._body(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **{self._cache_key: self.cache})
         hidden: Tensor = output.last_hidden_state
         return hidden
 
+    @property
+    def _bound(self) -> float:
+        return _TOLERANCE * (1 if next(self.model.parameters()).dtype == torch.float32 else 30)
+
     @torch.inference_mode()
-    def _check(self) -> None:
-        """Raises: `ConfigError` for an architecture whose logits are not those of body and head over slots (soft caps, scaled logits, windows)."""
-        length = min(4, self.max_length)
+    def _error(self) -> float:
+        """How far logits over slots are from the model's own forward, relative to the largest: part of the tokens prefilled, the rest decoded."""
+        length = min(8, self.max_length)
         ids = torch.arange(length)[None] % self.geometry.vocabulary
         own: Tensor = self.model(input_ids=ids).logits.float()[0]
-        rows = [self.logits(self.prefill(0, ids[:, :1], torch.zeros(1, dtype=torch.long)))[0, 0]]
-        rows += [self.logits(self.decode(ids[0, i : i + 1], torch.tensor([i]), i + 1))[0] for i in range(1, length)]
-        scale = own.abs().max().clamp(min=1.0)
-        error = float(((torch.stack(rows) - own).abs().max() / scale).item())
-        bound = _TOLERANCE * (1 if next(self.model.parameters()).dtype == torch.float32 else 30)
+        prompt = (length + 1) // 2
+        rows = [self.logits(self.prefill(0, ids[:, :prompt], torch.zeros(1, dtype=torch.long)))[0]]
+        rows += [self.logits(self.decode(ids[0, i : i + 1], torch.tensor([i]), i + 1)) for i in range(prompt, length)]
         self.cache.clear()
-        if not error <= bound:
+        return float(((torch.cat(rows) - own).abs().max() / own.abs().max().clamp(min=1.0)).item())
+
+    def _check(self) -> None:
+        """Raises: `ConfigError` for an architecture whose logits are not those of body and head over slots (soft caps, scaled logits, windows)."""
+        error = self._error()
+        if not error <= self._bound:
             raise ConfigError(
                 f"model.path {self.path}: the embedded engine does not reproduce {self.geometry.model_type} "
-                f'(logits differ by {error:.1e}, at most {bound:.0e} expected); use engine.kind = "sglang"'
+                f'(logits differ by {error:.1e}, at most {self._bound:.0e} expected); use engine.kind = "sglang"'
             )
 
 

@@ -41,10 +41,14 @@ def assert_own_logprobs(made: Request, model: torch.nn.Module) -> None:
     torch.testing.assert_close(torch.tensor(made.logprobs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_the_models_own_while_requests_join_and_leave(family: str, tmp_path: Path):
+def test_logprobs_are_the_models_own_while_requests_join_and_leave(family: str, direct: bool, tmp_path: Path):
     path = write_model(tmp_path / family, seed=3, family=family)
     model, rng = load(str(path), slots=6, max_length=64), random.Random(0)
+    assert model.direct is not None
+    if not direct:
+        model.direct = None
     batch, waiting, done = Batch(model, seed=0), [], []
     for _ in range(40):
         ids = [rng.randrange(21) for _ in range(rng.randint(1, 20))]
@@ -61,6 +65,26 @@ def test_logprobs_are_the_models_own_while_requests_join_and_leave(family: str, 
     for made in done:
         assert len(made.output) == made.sampling.max_new_tokens
         assert_own_logprobs(made, own)
+
+
+def test_a_family_without_a_direct_pass_is_served_through_its_modules(tmp_path: Path):
+    path = write_model(tmp_path / "gelu", seed=3, hidden_act="gelu")
+    model = load(str(path), slots=2, max_length=64)
+    assert model.direct is None
+    batch, made = Batch(model, seed=0), request(model, [1, 7, 9])
+    batch.join([made], "1:0")
+    finish(batch)
+    assert_own_logprobs(made, reference(path))
+
+
+def test_scaled_rotary_embeddings_are_those_of_the_model(tmp_path: Path):
+    path = write_model(tmp_path / "rope", seed=3, family="llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
+    model = load(str(path), slots=2, max_length=64)
+    assert model.direct is not None
+    batch, made = Batch(model, seed=0), request(model, [1, 7, 9], max_new_tokens=40)
+    batch.join([made], "1:0")
+    finish(batch)
+    assert_own_logprobs(made, reference(path))
 
 
 def test_siblings_with_one_prompt_are_prefilled_once_and_sampled_apart(served: SlotModel, model_a: Path):
