@@ -31,7 +31,7 @@ def warm_start(folder: Path, seed: int, *, steps: int = STEPS) -> float:
     import torch
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = new_model()
@@ -43,7 +43,7 @@ def warm_start(folder: Path, seed: int, *, steps: int = STEPS) -> float:
     for _ in range(steps):
         loss = _supervised_loss(model, [_sequence(encode, problem) for problem in order.choices(train, k=BATCH)])
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.save_pretrained(folder)
@@ -71,7 +71,7 @@ def new_model() -> Any:
             **special,
         )
     )
-    model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call]
+    model.generation_config = GenerationConfig(**special)  # type: ignore[no-untyped-call, unused-ignore]
     return model
 
 
