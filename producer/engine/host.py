@@ -193,6 +193,7 @@ class _Host:
 
     async def _say_goodbye(self, reason: str) -> None:
         async with asyncio.timeout(_LEAVE_S):
+            await self._registry.beat(self._status(EngineState.LEAVING))  # its last figures
             await self._registry.leave(self._id, self._boot_nonce, reason)
 
     async def _serve(self, stop: asyncio.Event) -> None:

@@ -16,8 +16,10 @@ if fresh then
       table.remove(past, 1)
     end
   end
+  if facts then
+    strike(KEYS[1], KEYS[2], KEYS[3], KEYS[5], engine, facts.boot, 'superseded')
+  end
   facts = { boot = boot, state = 'starting', version = '', target = '', reason = '', superseded = past }
-  redis.call('HDEL', KEYS[3], engine)
   redis.call('HDEL', KEYS[4], engine .. '/serving', engine .. '/target')
   redis.call('HDEL', KEYS[7], 'held:' .. engine, 'claim:' .. engine)
   audit(KEYS[5], 'engine_started', { engine_id = engine, boot_nonce = boot })

@@ -49,3 +49,19 @@ end
 local function audit(key, op, fields)
   redis.call('XADD', key, '*', 'op', op, 'd', cjson.encode(fields))
 end
+
+-- An engine is out of the registry, and its last status tells how it was used. Empty the other keys of it besides.
+local function strike(engines, facts, routable, audit_key, engine, boot, reason)
+  local left = { engine_id = engine, boot_nonce = boot, reason = reason }
+  local raw = redis.call('HGET', engines, engine)
+  if raw then
+    local status = cmsgpack.unpack(raw)
+    for _, name in ipairs({ 'busy_s', 'uptime_s', 'paused_s', 'generated_tokens', 'updates' }) do
+      left[name] = status[name]
+    end
+  end
+  redis.call('HDEL', engines, engine)
+  redis.call('HDEL', facts, engine)
+  redis.call('HDEL', routable, engine)
+  audit(audit_key, 'engine_left', left)
+end

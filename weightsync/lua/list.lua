@@ -6,10 +6,7 @@ local all = redis.call('HGETALL', KEYS[2])
 for i = 1, #all, 2 do
   local engine, facts = all[i], cjson.decode(all[i + 1])
   if facts.expires <= now then
-    redis.call('HDEL', KEYS[1], engine)
-    redis.call('HDEL', KEYS[2], engine)
-    redis.call('HDEL', KEYS[3], engine)
-    audit(KEYS[4], 'engine_left', { engine_id = engine, boot_nonce = facts.boot, reason = 'expired' })
+    strike(KEYS[1], KEYS[2], KEYS[3], KEYS[4], engine, facts.boot, 'expired')
     redis.call('PUBLISH', KEYS[5], 'engines')
   elseif ARGV[1] ~= '1' or facts.state == 'routable' then
     found[#found + 1] = redis.call('HGET', KEYS[1], engine)
