@@ -40,7 +40,7 @@ class TorchBackend:
 
     def __init__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int) -> None:
         torch.set_num_threads(config.torch_threads)
-        torch.set_flush_denormal(True)
+        torch.set_flush_denormal(True)  # moments of weights without gradient decay into them, and arithmetic on denormals is slow
         torch.manual_seed(seed)
         self._config = config
         self._temperature = temperature
