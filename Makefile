@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill test check lint format clean $(addprefix lane-,unit redis demo faults)
+.PHONY: help install demo drill test check coverage lint format clean $(addprefix lane-,unit redis demo faults)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -20,11 +20,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed-all: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
+	@echo 'Installing into $(VENV): one to three minutes, most of it torch …'
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]'
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
+	@echo 'Installing into $(VENV), with what tests and checks need: one to four minutes …'
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@ $(VENV)/installed-all
 
 install: $(VENV)/installed-all  ## the commands rl-producer, rl-trainer and rollstream in .venv/bin
@@ -49,6 +51,9 @@ lane-demo: $(VENV)/installed-dev  # 4 minutes
 
 lane-faults: $(VENV)/installed-dev  # 3 minutes
 	$(BIN)/pytest -q -m faults
+
+coverage: $(VENV)/installed-dev  ## lines and branches that the suite without demo and faults reaches
+	$(BIN)/pytest -q -m 'not demo and not faults' --cov --cov-report=term
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import subprocess
 import tempfile
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import uvloop
 from hypothesis import HealthCheck, settings
 
 from deploy.redis_server import server_command, wait_ready
@@ -60,14 +63,23 @@ async def redis(redis_url: str) -> AsyncIterator[Client]:
 
 @pytest_asyncio.fixture
 async def keys(redis: Client) -> AsyncIterator[Keys]:
-    """Key names of a run of the test's own; all of its keys are deleted afterwards, and keys of no run at all fail the test."""
+    """Key names of a run of the test's own; all of its keys are deleted afterwards. Keys of no run, and payloads that stay for ever without an entry in the
+    ledger, fail the test.
+    """
     names = Keys(f"t-{uuid.uuid4().hex[:12]}")
     before = {key async for key in redis.scan_iter(match="*")}
     yield names
     after = {key async for key in redis.scan_iter(match="*")} - before
     own = {key for key in after if names.run.encode() in key}
+    prefix = names.payload(0, 0, "").rsplit(":", 3)[0].encode() + b":"
+    lost = [
+        key
+        for key in own
+        if key.startswith(prefix) and await redis.ttl(key) == -1 and not await redis.hexists(names.key("headers"), key.split(b":")[3].decode())
+    ]
     if own:
         await redis.delete(*own)
+    assert not lost, f"payloads that nobody will ever delete: {sorted(lost)[:5]}"
     assert not after - own, f"keys left outside the run: {sorted(after - own)[:5]}"
 
 
@@ -77,3 +89,25 @@ async def no_leaked_tasks(request: pytest.FixtureRequest) -> AsyncIterator[None]
     yield
     left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task() and not task.done()]
     assert not left, f"tasks left behind: {[task.get_name() for task in left]}"
+
+
+def _descriptors() -> set[str]:
+    """What this process holds open of sockets, pipes and files: each names an inode or a path."""
+    held = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder's own, closed by now
+            target = str(entry.readlink())
+            if target.startswith(("socket:", "pipe:", "/")) and not target.startswith(("/dev/", "/proc/")):
+                held.add(f"{entry.name} {target}")
+    return held
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaked_descriptors() -> Iterator[None]:
+    """The tests of a file must not leave sockets, pipes or files open."""
+    uvloop.new_event_loop().close()  # the first one opens a pipe for signals that the process keeps
+    before = _descriptors()
+    yield
+    gc.collect()
+    left = _descriptors() - before
+    assert not left, f"descriptors left open: {sorted(left)[:5]}"

@@ -96,8 +96,8 @@ class Run:
         return engine
 
     @contextlib.asynccontextmanager
-    async def hosted(self, stop: asyncio.Event, **sections: Any) -> AsyncIterator[asyncio.Task[None]]:
-        task = asyncio.create_task(run_host(self.config(**sections), 0, stop), name="host")
+    async def hosted(self, stop: asyncio.Event, *, index: int = 0, **sections: Any) -> AsyncIterator[asyncio.Task[None]]:
+        task = asyncio.create_task(run_host(self.config(**sections), index, stop), name="host")
         try:
             yield task
         finally:
@@ -138,6 +138,29 @@ async def test_an_engine_becomes_routable_with_the_newest_version_follows_it_and
         stop.set()
         await task
         assert await run.registry.engines() == []
+
+
+async def test_engines_move_one_by_one_and_both_serve_what_they_have(run: Run, session: aiohttp.ClientSession, model_a: Path, model_b: Path):
+    """Engine 1 may not update again for an hour after its first version; engine 0 goes on alone, and both answer, each with its own version."""
+    from transformers import AutoModelForCausalLM
+
+    await run.create()
+    stop = asyncio.Event()
+    async with run.hosted(stop), run.hosted(stop, index=1, weights={"min_interval_s": 3600.0}):
+        first = await run.publish(model_a)
+        await run.until(lambda engines: [engine.version for engine in engines] == [first, first])
+        second = await run.publish(model_b)
+        engines = await run.until(lambda engines: {engine.version for engine in engines} == {first, second})
+        assert {engine.engine_id: (engine.version, engine.state) for engine in engines} == {
+            f"{run.keys.run}-engine-0": (second, EngineState.ROUTABLE),
+            f"{run.keys.run}-engine-1": (first, EngineState.ROUTABLE),
+        }
+        ahead, behind = sorted(engines, key=lambda engine: engine.engine_id)
+        for engine, version, weights in ((ahead, second, model_b), (behind, first, model_a)):
+            answer = await ask(session, engine, engine.engine_id)
+            assert {span.version for span in answer.spans} == {version}
+            own = written_logprobs(AutoModelForCausalLM.from_pretrained(weights), [1, 7, 9], answer.output_ids.tolist())
+            assert abs(answer.logprobs - own.numpy()).max() < 1e-4
 
 
 async def test_requests_under_way_finish_before_the_engine_goes(run: Run, session: aiohttp.ClientSession, model_a: Path):
