@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -20,8 +19,9 @@ from redis.exceptions import RedisError
 
 from buffer.witness import drop_torn_line, whole_lines
 from protocol.audit import event
-from protocol.connection import Client
-from protocol.errors import DecodeError
+from protocol.connection import Client, asking
+from protocol.durable import append
+from protocol.errors import DecodeError, RedisUnavailable
 from protocol.keys import Keys
 from protocol.messages import Event, JsonValue
 
@@ -56,19 +56,21 @@ class AuditSpill:
         if self._task is not None:
             self._stop.set()
             try:
-                await asyncio.wait_for(self._task, timeout=_CLOSE_S)
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._task
             except TimeoutError:
                 _LOG.warning("the audit stream was not spilled within %.0f s; its tail stays in Redis", _CLOSE_S)
 
     async def flush(self) -> int:
-        """Spill everything that is in the stream now; the number of entries."""
+        """Spill everything that is in the stream now; the number of entries. Raises: `RedisUnavailable`, `OSError`; nothing is lost then."""
         count = 0
         while entries := await _page(self._client, self._keys, f"({self._last}"):
-            lines = b"".join(_line(entry_id, entry) for entry_id, entry in entries)
-            await asyncio.to_thread(_append, self._path, lines)
+            lines = b"".join(_line(one) for one in _events(entries))
+            await asyncio.to_thread(append, self._path, lines)
             self._last = entries[-1][0].decode()
             count += len(entries)
-            await self._client.xtrim(self._keys.audit, minid=_next_id(self._last), approximate=False)
+            with asking("audit"):
+                await self._client.xtrim(self._keys.audit, minid=_next_id(self._last), approximate=False)
             if len(entries) < _BATCH:
                 break
         return count
@@ -77,25 +79,26 @@ class AuditSpill:
         stopping = False
         while not stopping:  # one more round after the stop, for what came last
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), timeout=_EVERY_S)
+                async with asyncio.timeout(_EVERY_S):
+                    await self._stop.wait()
             stopping = self._stop.is_set()
             try:
                 await self.flush()
-            except (RedisError, OSError) as problem:  # the stream keeps what the file has not; the next round tries again
+            except (RedisUnavailable, RedisError, OSError) as problem:  # the stream keeps what the file has not; the next round tries again
                 _LOG.warning("audit stream not spilled: %s", problem)
 
 
 async def read_audit(path: Path, client: Client | None = None, keys: Keys | None = None) -> list[Event]:
     """Every event of the run, each once, in order: the file, and the stream's tail if a client is given.
 
-    Raises: `DecodeError` naming the line.
+    Raises: `DecodeError` naming the line; `RedisUnavailable`.
     """
     events: dict[tuple[int, int], Event] = {}
     if client is not None and keys is not None:  # the tail first: what leaves it meanwhile is then found in the file
         low = "-"
         while entries := await _page(client, keys, low):
-            for entry_id, entry in entries:
-                events[_order(entry_id.decode())] = event(entry_id, entry)
+            for one in _events(entries):
+                events[_order(one.id)] = one
             low = f"({entries[-1][0].decode()}"
     for number, raw in enumerate(await asyncio.to_thread(whole_lines, path), 1):
         one = _parse(raw, f"{path}:{number}")
@@ -104,7 +107,8 @@ async def read_audit(path: Path, client: Client | None = None, keys: Keys | None
 
 
 async def _page(client: Client, keys: Keys, low: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    found = await client.xrange(keys.audit, min=low, max="+", count=_BATCH)
+    with asking("audit"):
+        found = await client.xrange(keys.audit, min=low, max="+", count=_BATCH)
     return cast("list[tuple[bytes, dict[bytes, bytes]]]", found)
 
 
@@ -116,15 +120,17 @@ def _parse(raw: bytes, where: str) -> Event:
         raise DecodeError(where, f"not an audit line ({problem})") from problem
 
 
-def _line(entry_id: bytes, entry: Mapping[bytes, bytes]) -> bytes:
-    return orjson.dumps({"id": entry_id.decode(), "op": entry[b"op"].decode(), "d": orjson.Fragment(entry[b"d"])}) + b"\n"
+def _events(entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> Iterator[Event]:
+    """What is an event of ours. An entry that somebody else wrote there must not keep the run from going on, and is told once."""
+    for entry_id, entry in entries:
+        try:
+            yield event(entry_id, entry)
+        except DecodeError as problem:
+            _LOG.warning("passed over: %s", problem)
 
 
-def _append(path: Path, lines: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(lines)
-        file.flush()
-        os.fsync(file.fileno())
+def _line(one: Event) -> bytes:
+    return orjson.dumps({"id": one.id, "op": one.op, "d": one.fields}) + b"\n"
 
 
 def _last_id(path: Path) -> str:

@@ -80,18 +80,8 @@ class ProducerBuffer:
                 await self._ledger.release(seq, token, Reason.GIVEN_BACK)
             self._forget(seq, token)
 
-    async def keep_alive(self, slot_seconds: float, on_lost: Callable[[Seq], None] | None = None) -> None:
-        """Renew what is held, four times in the life of a slot. For ever.
-
-        Consumes: `held`. Produces: renewed deadlines, and `on_lost` for each slot that was given to somebody else: cancel its work.
-        Waits for: a quarter of `slot_seconds`. Unblocked by: cancellation.
-        """
-        while True:
-            await asyncio.sleep(slot_seconds / 4)
-            await self.renew(on_lost)
-
     async def renew(self, on_lost: Callable[[Seq], None] | None = None) -> None:
-        """One heartbeat of all that is held."""
+        """One heartbeat of all that is held; `on_lost` hears each slot that was given to somebody else: cancel its work."""
         named = list(self._held.items())
         if not named:
             return
@@ -123,7 +113,7 @@ class TrainerBuffer:
     Example: the chunks of a step, and of the next while this one trains:
 
         chunk = await buffer.lease(step, 0)
-        groups = await buffer.fetch(chunk)
+        chunk, groups = await buffer.fetch(chunk)
     """
 
     def __init__(self, ledger: Ledger, wakeups: Wakeups, incarnation: int) -> None:
@@ -140,25 +130,38 @@ class TrainerBuffer:
                 on_blocked(answer.edge)
             await self._wakeups.wait(Topic.READY, Topic.RUN, since=mark)
 
-    async def fetch(self, chunk: ChunkRecord, on_blocked: Callable[[Edge], None] | None = None) -> list[tuple[GroupHeader, RolloutGroup]]:
-        """The chunk's groups in its order, verified and decoded.
+    async def fetch(self, chunk: ChunkRecord, on_blocked: Callable[[Edge], None] | None = None) -> tuple[ChunkRecord, list[tuple[GroupHeader, RolloutGroup]]]:
+        """The chunk as it is trained, and its groups in its order, verified and decoded.
 
         A payload that is gone or damaged is reported; the chunk then comes back with another group in its place, or with a hole in a step that is
-        replayed, so the headers in the answer, not those of `chunk`, are what is trained.
+        replayed, and perhaps judged anew: the answer's headers, revision and record, not those of `chunk`, are what is trained.
         """
         have: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
         while True:
             missing = [header for header in chunk.headers if (header.seq, header.token) not in have]
             lost: list[Seq] = []
             for wave in _waves(missing):
-                for found, gone in await asyncio.gather(*(self._read(batch) for batch in wave)):
+                for found, gone in await self._read_wave(wave):
                     have.update(found)
                     lost += gone
             if not lost:
-                return [(header, have[header.seq, header.token]) for header in chunk.headers]
+                return chunk, [(header, have[header.seq, header.token]) for header in chunk.headers]
             for seq in lost:
                 answer = await self._ledger.payload_lost(self._incarnation, chunk.step, chunk.chunk, seq)
-            chunk = answer if not isinstance(answer, Blocked) else await self.lease(chunk.step, chunk.chunk, on_blocked)
+            if isinstance(answer, Blocked):
+                # Where another trainer opened the step, and it was whole until now, what fills the gap is judged by a record of our own.
+                await self._ledger.open_step(self._incarnation, chunk.step)
+                answer = await self.lease(chunk.step, chunk.chunk, on_blocked)
+            chunk = answer
+
+    async def _read_wave(self, wave: list[list[GroupHeader]]) -> list[tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]]:
+        """All batches at once; one that fails ends the others."""
+        try:
+            async with asyncio.TaskGroup() as reading:
+                tasks = [reading.create_task(self._read(batch), name="trainer:read") for batch in wave]
+        except ExceptionGroup as problems:
+            raise problems.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     async def _read(self, batch: list[GroupHeader]) -> tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]:
         found: dict[tuple[Seq, SlotToken], RolloutGroup] = {}

@@ -45,10 +45,6 @@ class BufferConfig(Section):
         return self.chunk_groups or max(1, self.groups_per_step // 8)
 
     @property
-    def chunks_per_step(self) -> int:
-        return math.ceil(self.groups_per_step / self.chunk)
-
-    @property
     def admission_limit(self) -> int:
         """Groups that may be outstanding: `ceil((D + 1) * B)`."""
         return math.ceil((self.pipeline_depth + 1) * self.groups_per_step)
@@ -56,7 +52,7 @@ class BufferConfig(Section):
     def least_byte_budget(self, *, group_bytes: int, checkpoints_kept: int, checkpoint_steps: int) -> int:
         """The smallest budget that cannot stall the run: what may be outstanding, and what the kept checkpoints hold back (rule P3).
 
-        Units: `group_bytes` is the upper bound of one payload; a checkpoint is taken every `checkpoint_steps`.
+        Units: `group_bytes` is `payload_bound` by the token limits; a checkpoint is taken every `checkpoint_steps` at the latest.
         """
         retained = (checkpoints_kept * checkpoint_steps + self.retention) * self.groups_per_step
         return (self.admission_limit + retained) * group_bytes

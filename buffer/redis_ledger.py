@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import orjson
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, OutOfMemoryError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoScriptError
 
 from buffer.config import BufferConfig
 from buffer.contract import (
@@ -33,14 +31,13 @@ from buffer.contract import (
 )
 from buffer.payloads import check_payload
 from protocol.codec import decode, encode
-from protocol.connection import Client, Script
+from protocol.connection import Client, Script, asking
 from protocol.errors import (
     ConfigError,
     DecodeError,
     Fenced,
     LedgerError,
     PayloadTooLarge,
-    RedisUnavailable,
     RunEnded,
     RunMissing,
     SlotLost,
@@ -53,6 +50,7 @@ from protocol.versions import Fork, Lineage, Version
 
 PAYLOAD_TTL_S = 120
 """A payload whose put never reached the ledger expires after this; the script that follows it in the same round trip makes it stay."""
+_PUT_TRIES = 3
 _MIN_KEEP = 2
 _OWN_KEYS = (
     "groups",
@@ -69,14 +67,14 @@ _OWN_KEYS = (
 )
 
 
-def _script(name: str, *prelude: str) -> Script:
-    return Script("buffer", f"lua/{name}.lua", prelude=(*prelude, "lua/common.lua"))
+def _script(name: str, flags: str = "") -> Script:
+    return Script("buffer", f"lua/{name}.lua", prelude=("lua/common.lua",), flags=flags)
 
 
-_DRAINS = "lua/drains.lua"
+_DRAINS = "allow-oom"
 """Scripts that work at maxmemory: they are how memory comes free, or let finished work through; what each adds is small and bounded (rule L1).
 The payload's SET and `reserve` are what a full server refuses."""
-_READS = "lua/reads.lua"
+_READS = "no-writes"
 _CREATE = _script("create")
 _RESERVE = _script("reserve")
 _BIND = _script("bind", _DRAINS)
@@ -123,14 +121,13 @@ class RedisLedger:
         return bool(reply[0])
 
     async def join(self, identity: RunIdentity) -> BufferConfig:
-        try:
+        with asking("join"):
             raw = await self._client.hmget(self._run.state, ["identity", "settings"])
-        except (RedisConnectionError, RedisTimeoutError, OSError) as problem:
-            raise RedisUnavailable(f"join: Redis did not answer in time ({problem})") from problem
         if raw[0] is None or raw[1] is None:
             raise RunMissing(_missing(self._run.run))
-        RunIdentity(**orjson.loads(raw[0])).check(identity, run=self._run.run)
-        return BufferConfig.model_validate_json(raw[1])
+        RunIdentity.read(raw[0], run=self._run.run).check(identity, run=self._run.run)
+        settings = orjson.loads(raw[1])
+        return BufferConfig.model_validate({name: value for name, value in settings.items() if name in BufferConfig.model_fields})
 
     # producers --------------------------------------------------------------------------------------------------------------
 
@@ -176,11 +173,11 @@ class RedisLedger:
             header.producer_id,
             orjson.dumps(header.rewards),
         ]
-        while True:
+        for _ in range(_PUT_TRIES):
             reply = await self._set_and_call(key, payload, args)
             if reply[0] != b"PAYLOAD_MISSING":  # it expired between the two: both again
-                break
-        return PutResult(self._read(reply, f"group {header.seq}, {header.payload_bytes} bytes")[0].decode())
+                return PutResult(self._read(reply, f"group {header.seq}, {header.payload_bytes} bytes")[0].decode())
+        raise SlotLost(f"group {header.seq}: something else than its {header.payload_bytes} bytes lies under its token; drop the group")
 
     async def release(self, seq: Seq, token: SlotToken, reason: Reason) -> None:
         if reason not in (Reason.FAILED, Reason.FILTERED, Reason.GIVEN_BACK):
@@ -225,10 +222,8 @@ class RedisLedger:
     async def payloads(self, headers: Sequence[GroupHeader]) -> tuple[bytes, ...]:
         if not headers:
             return ()
-        try:
+        with asking("payloads"):
             found = cast("list[bytes | None]", await self._client.mget([self._run.payload(h.seq, h.attempt, h.token) for h in headers]))
-        except (RedisConnectionError, RedisTimeoutError, OSError) as problem:
-            raise RedisUnavailable(f"payloads: Redis did not answer in time ({problem})") from problem
         return tuple(check_payload(header, data) for header, data in zip(headers, found, strict=True))
 
     async def step_record(self, step: int) -> StepRecord | None:
@@ -273,39 +268,31 @@ class RedisLedger:
     async def delete_run(self) -> int:
         """Delete every key of the run, payloads and those of other packages too; the number deleted. For a run that has ended: walks the key space."""
         deleted = 0
-        for pattern in (self._run.key("*"), f"{self._head[1]!s}*"):
-            async for key in self._client.scan_iter(match=pattern.replace("[", r"\["), count=1000):
-                deleted += await self._client.unlink(key)
+        with asking("delete_run"):
+            for pattern in (self._run.key("*"), f"{self._head[1]!s}*"):
+                async for key in self._client.scan_iter(match=pattern.replace("[", r"\["), count=1000):
+                    deleted += await self._client.unlink(key)
         return deleted
 
     # the wire ---------------------------------------------------------------------------------------------------------------
 
     async def _call(self, script: Script, *args: str | float | bytes, about: str = "") -> Any:
-        try:
-            reply = await script(self._client, keys=self._keys, args=[*self._head, *args])
-        except OutOfMemoryError as problem:
-            raise _full(script.name) from problem
-        return self._read(reply, about)
+        return self._read(await script(self._client, keys=self._keys, args=[*self._head, *args]), about)
 
     async def _set_and_call(self, key: str, payload: bytes, args: Sequence[str | int | bytes]) -> Any:
         """SET and the put script in one round trip."""
         keys, argv = [*self._keys, key], [*self._head, *args]
-        try:
+        with asking("put"):
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.set(key, payload, nx=True, px=PAYLOAD_TTL_S * 1000)
                 pipe.evalsha(_PUT_SHA, len(keys), *keys, *argv)
                 stored, reply = await pipe.execute(raise_on_error=False)
-            for answer in (stored, reply):
-                if isinstance(answer, OutOfMemoryError):
-                    raise _full("put") from answer
             if isinstance(stored, Exception):
                 raise stored
             if isinstance(reply, NoScriptError):
                 return await _PUT(self._client, keys=keys, args=argv)
             if isinstance(reply, Exception):
                 raise reply
-        except (RedisConnectionError, RedisTimeoutError, OSError) as problem:
-            raise RedisUnavailable(f"put: Redis did not answer in time ({problem})") from problem
         return reply
 
     def _read(self, reply: Any, about: str) -> Any:
@@ -332,10 +319,6 @@ def refuse(code: str, detail: Any, about: str, run: str) -> NoReturn:
         "BUDGET_TOO_SMALL": ConfigError(f"buffer.byte_budget {seen} is smaller than one group's upper bound: raise it, or lower rollout.max_new_tokens"),
     }
     raise errors.get(code, LedgerError(f"unknown refusal {code} {seen}"))
-
-
-def _full(what: str) -> RedisUnavailable:
-    return RedisUnavailable(f"{what}: Redis is at maxmemory; raise it, or lower buffer.byte_budget")
 
 
 def _missing(run: str) -> str:

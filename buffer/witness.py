@@ -11,6 +11,7 @@ from pathlib import Path
 
 import orjson
 
+from protocol.durable import append
 from protocol.errors import DecodeError
 
 
@@ -43,10 +44,7 @@ class Witness:
 
     def append(self, line: WitnessLine) -> None:
         drop_torn_line(self._path)
-        with self._path.open("ab") as file:
-            file.write(orjson.dumps(asdict(line)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append(self._path, orjson.dumps(asdict(line)) + b"\n")
 
 
 def read_witness(path: Path) -> list[WitnessLine]:

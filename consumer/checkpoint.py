@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
@@ -25,7 +24,9 @@ import orjson
 
 from buffer.contract import CheckpointRef
 from consumer.backend import TrainingState
-from protocol.errors import RollstreamError
+from consumer.journal import JournalTail
+from protocol.durable import make_folder, sync_folder, write_file
+from protocol.errors import ConfigError, RollstreamError
 from weightsync.safetensors_file import open_tensors, write_tensors
 from weightsync.snapshot import TensorBytes, weights_digest
 
@@ -61,8 +62,8 @@ class Checkpoint:
     """For people: learning rate and warm-up it ran with; the schedule itself is a function of the step."""
 
 
-class CheckpointDamaged(RollstreamError):
-    """A registered checkpoint cannot be read. Going back to an older one is a decision for a person."""
+class CheckpointDamaged(ConfigError):
+    """A registered checkpoint cannot be read, today or on the next try. Going back to an older one is a decision for a person."""
 
 
 def checkpoint_name(step: int, incarnation: int) -> str:
@@ -74,21 +75,22 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path) 
     name = checkpoint_name(checkpoint.progress.step, checkpoint.incarnation)
     target, temporary = folder / name, folder / f"{_TEMPORARY}{name}"
     shutil.rmtree(temporary, ignore_errors=True)
+    make_folder(folder)
     (temporary / "model").mkdir(parents=True)
     try:
         for source in sorted(model_path.iterdir()):
             if source.is_file() and source.suffix not in _WEIGHT_SUFFIXES and not source.name.endswith(".index.json"):
-                _write(temporary / "model" / source.name, source.read_bytes())
+                write_file(temporary / "model" / source.name, source.read_bytes())
         write_tensors(temporary / "model" / "model.safetensors", checkpoint.state.weights, durable=True)
         write_tensors(temporary / "optimizer.safetensors", checkpoint.state.optimizer, durable=True)
-        _write(temporary / "journal.msgpack", checkpoint.journal)
-        _write(temporary / "state.json", _dump_state(checkpoint))
-        _sync(temporary / "model")
-        _sync(temporary)
+        write_file(temporary / "journal.msgpack", checkpoint.journal)
+        write_file(temporary / "state.json", _dump_state(checkpoint))
+        sync_folder(temporary / "model")
+        sync_folder(temporary)
         if target.is_dir():
             shutil.rmtree(target)
         temporary.rename(target)
-        _sync(folder)
+        sync_folder(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -108,20 +110,18 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
         weights = _read_tensors(path / "model" / "model.safetensors")
         optimizer = _read_tensors(path / "optimizer.safetensors")
         journal = (path / "journal.msgpack").read_bytes()
+        JournalTail.load(journal)
         rng = {name: base64.b64decode(text, validate=True) for name, text in state["rng"].items()}
         progress = Progress(step=state["step"], tokens=state["tokens"], elapsed_s=state["elapsed_s"], rewards=tuple(state["rewards"]))
         incarnation, schema, schedule = int(state["incarnation"]), int(state["schema"]), dict(state["schedule"])
     except (OSError, KeyError, TypeError, ValueError, AttributeError, binascii.Error, RollstreamError) as problem:
-        raise CheckpointDamaged(
-            f"checkpoint of step {reference.step} in {path} cannot be read ({type(problem).__name__}: {problem}); restore the folder, or start another run"
-        ) from problem
+        raise CheckpointDamaged(f"checkpoint of step {reference.step} in {path} cannot be read ({type(problem).__name__}: {problem})") from problem
     if schema > SCHEMA:
         raise CheckpointDamaged(f"checkpoint {path} was written with schema {schema}, this process reads up to {SCHEMA}: upgrade rollstream here")
     digest = weights_digest(weights)
     if digest != reference.digest or progress.step != reference.step:
         raise CheckpointDamaged(
-            f"checkpoint {path} holds weights {digest} after step {progress.step}, "
-            f"registered were {reference.digest} after step {reference.step}; restore the folder"
+            f"checkpoint {path} holds weights {digest} after step {progress.step}, registered were {reference.digest} after step {reference.step}"
         )
     return Checkpoint(
         progress=progress,
@@ -173,18 +173,3 @@ def _dump_state(checkpoint: Checkpoint) -> bytes:
 def _read_tensors(path: Path) -> dict[str, TensorBytes]:
     with open_tensors(path) as tensors:
         return {name: TensorBytes(dtype=tensor.dtype, shape=tensor.shape, data=bytes(tensor.data)) for name, tensor in tensors.items()}
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

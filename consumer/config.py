@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +11,14 @@ from pydantic import Field, model_validator
 from buffer.config import BufferConfig
 from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
+from protocol.groups import payload_bound
 from weightsync.config import WeightsConfig
+from weightsync.registry import ACK_ROUNDS
 
-TOKEN_BYTES = 9
-"""Of one token in a payload: id 4, behaviour logprob 4, mask 1."""
-ROLLOUT_BYTES = 512
-"""Of one rollout in a payload beside its tokens: spans, reward, finish reason, engine."""
+PUBLISH_S = 60.0
+"""The first and the last version of a life may take so long to be visible."""
+_OTHER_STOP_S = 120.0
+"""Of a stop: the chunk under way, the checkpoint in flight and the last one, closing."""
 
 
 class TrainerConfig(Section):
@@ -54,10 +55,11 @@ class CheckpointConfig(Section):
     every_seconds: float = Field(600.0, ge=0, description="Seconds between two checkpoints; 0: not by time.")
     every_steps: int = Field(0, ge=0, description="Steps between two checkpoints; 0: not by steps.")
     keep: int = Field(2, ge=2, description="Newest checkpoints kept. Payloads stay until the oldest kept one covers them.")
-    dir: str = Field("", description="Folder of the checkpoints. Default: checkpoint in run.dir.")
+    dir: str = Field("", description="Folder with a folder of checkpoints for each run, by its name. Default: checkpoint in run.dir.")
 
     def folder(self, run: RunConfig) -> Path:
-        return Path(self.dir).absolute() if self.dir else run.folder / "checkpoint"
+        """This run's own: what the ledger does not keep is deleted there."""
+        return Path(self.dir).absolute() / run.name if self.dir else run.folder / "checkpoint"
 
 
 class StopConfig(Section):
@@ -101,31 +103,40 @@ class TrainerDaemonConfig(Tree):
 
 
 def check_sections(*, buffer: BufferConfig, weights: WeightsConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig) -> None:
-    """Cross-field rules S3 (D = 0 needs every version) and P3 (the budget holds what must be kept). Raises: `ConfigError`."""
+    """Cross-field rules S3 (what may be generated needs a version that is published) and P3 (the budget holds what must be kept). Raises: `ConfigError`."""
     if buffer.pipeline_depth == 0 and weights.publish_every > 1:
         raise ConfigError(
             f"buffer.pipeline_depth 0 with weights.publish_every {weights.publish_every}: on-policy groups need the weights of every step; "
             "set weights.publish_every = 1 or buffer.pipeline_depth above 0"
+        )
+    if weights.publish_every - 1 > buffer.max_staleness:
+        raise ConfigError(
+            f"weights.publish_every {weights.publish_every} with buffer.max_staleness {buffer.max_staleness}: between two versions everything that engines "
+            "could generate is too old to train on, so the run would stand still; set weights.publish_every to at most buffer.max_staleness + 1"
         )
     if rollout.temperature == 0:
         raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
     needed = byte_budget_needed(buffer=buffer, rollout=rollout, checkpoint=checkpoint)
     if buffer.byte_budget < needed:
         raise ConfigError(
-            f"buffer.byte_budget {buffer.byte_budget} is too small: (D + 1 + checkpoint.keep * interval) * B groups of up to "
-            f"{group_bytes(rollout)} bytes need {needed}; raise it, or lower checkpoint.every_steps, buffer.groups_per_step or the token limits of [rollout]"
+            f"buffer.byte_budget {buffer.byte_budget} is too small: (D + 1 + checkpoint.keep * interval + buffer.retention) * B groups of "
+            f"up to {group_bytes(rollout)} bytes need {needed}; raise it, or lower checkpoint.every_steps, buffer.groups_per_step or the limits of [rollout]"
         )
 
 
 def group_bytes(rollout: RolloutConfig) -> int:
-    """Upper bound of a group's payload by the token limits."""
-    return rollout.group_size * ((rollout.max_prompt_tokens + rollout.max_new_tokens) * TOKEN_BYTES + ROLLOUT_BYTES)
+    """Upper bound of a group's payload by the token limits; what a producer reserves is never more."""
+    return payload_bound(group_size=rollout.group_size, prompt_tokens=rollout.max_prompt_tokens, new_tokens=rollout.max_new_tokens)
 
 
 def byte_budget_needed(*, buffer: BufferConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig) -> int:
-    """Bytes that `(D + 1 + kept * interval) * B` groups may take (rule P3)."""
-    steps = buffer.pipeline_depth + 1 + checkpoint.keep * (checkpoint.every_steps or 1)
-    return math.ceil(steps * buffer.groups_per_step) * group_bytes(rollout)
+    """The smallest budget that cannot stall the run (rule P3). Without an interval in steps the ledger asks for checkpoints as it fills up."""
+    return buffer.least_byte_budget(group_bytes=group_bytes(rollout), checkpoints_kept=checkpoint.keep, checkpoint_steps=checkpoint.every_steps or 1)
+
+
+def stop_seconds(weights: WeightsConfig) -> float:
+    """What a trainer may take from SIGTERM to its exit: publishing, the acks of all engines, checkpoints. Who stops it must not kill it sooner."""
+    return PUBLISH_S + ACK_ROUNDS * weights.apply_deadline_s + _OTHER_STOP_S
 
 
 def check_model_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass
 
 from buffer.audit import AuditSpill
@@ -16,8 +16,8 @@ from buffer.client import TrainerBuffer
 from buffer.contract import Attachment, CheckpointRef, Ledger
 from buffer.witness import Witness
 from consumer.backend import Backend
-from consumer.checkpoint import Progress, read_checkpoint, sweep
-from consumer.config import TrainerDaemonConfig
+from consumer.checkpoint import CheckpointDamaged, Progress, read_checkpoint, sweep
+from consumer.config import PUBLISH_S, TrainerDaemonConfig
 from consumer.journal import JournalTail
 from consumer.keeper import Keeper
 from consumer.loop import Parts, TrainingLoop
@@ -25,22 +25,21 @@ from consumer.stats import MetricsFile
 from consumer.torch_backend import TorchBackend
 from consumer.worker import Worker
 from protocol.connection import Client
-from protocol.errors import RunExists
+from protocol.durable import make_folder
+from protocol.errors import ConfigError, RunExists
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
 from protocol.messages import TrainerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Wakeups, wakeups
 from weightsync.channel import Channel
-from weightsync.config import store_folder
+from weightsync.config import WeightsConfig, store_folder
 from weightsync.publisher import Publisher
 from weightsync.registry import Registry
 from weightsync.store import DirectoryStore
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 1.0
-_PUBLISH_S = 60.0
-_ACKS_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +64,25 @@ class _Here:
     trainer_id: str
 
 
-async def run_trainer(config: TrainerDaemonConfig, ledger: Ledger, client: Client, keys: Keys, stop: asyncio.Event, *, new_as: RunIdentity | None) -> None:
-    """Train until the run ends. `new_as`: make the run with this identity; None: it is there.
+async def run_trainer(
+    config: TrainerDaemonConfig,
+    ledger: Ledger,
+    client: Client,
+    keys: Keys,
+    stop: asyncio.Event,
+    *,
+    new_as: RunIdentity | None,
+    from_step: int | None = None,
+) -> None:
+    """Train until the run ends. `new_as`: make the run with this identity; None: it is there. `from_step`: the checkpoint to resume from; None: the newest.
 
     Order of stopping: training ends at a step's edge, the final version is published, the final checkpoint registered, engines ack to a deadline, the run
     drains; then heartbeats, publisher, wake-ups and the spill of the audit stream close.
     Raises: `RunExists`; `Fenced` when another trainer attached: this one changes nothing more.
     """
     async with Worker() as worker:
-        start = await _start_from(config, ledger, worker, new_as)
-        await asyncio.to_thread(config.run.folder.mkdir, parents=True, exist_ok=True)
+        start = await _start_from(config, ledger, worker, new_as, from_step)
+        await asyncio.to_thread(make_folder, config.run.folder)
         async with AuditSpill(client, keys, config.run.folder / "audit.jsonl"), wakeups(client, keys) as waker:
             trainer_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
             attachment = await ledger.attach(start.checkpoint, trainer_id=trainer_id)
@@ -85,22 +93,46 @@ async def run_trainer(config: TrainerDaemonConfig, ledger: Ledger, client: Clien
             async with Publisher(Channel(client, keys), store, keep=config.weights.keep) as publisher:
                 here = _Here(ledger=ledger, waker=waker, worker=worker, publisher=publisher, attachment=attachment, trainer_id=trainer_id)
                 with _training(config, start, here) as loop:
-                    async with _heartbeats(Presence(client, keys, "trainer", TrainerStatus), loop, worker):
-                        await _train_and_end(loop, ledger, Registry(client, keys), waker, stop)
+                    async with _heartbeats(Presence(client, keys, "trainer", TrainerStatus), loop, worker, publisher):
+                        await _train_and_end(loop, ledger, Registry(client, keys), waker, stop, weights=config.weights)
 
 
-async def _start_from(config: TrainerDaemonConfig, ledger: Ledger, worker: Worker, new_as: RunIdentity | None) -> _Start:
+async def _start_from(config: TrainerDaemonConfig, ledger: Ledger, worker: Worker, new_as: RunIdentity | None, from_step: int | None) -> _Start:
     backend = await worker.call(TorchBackend, config.model_folder, config.trainer, temperature=config.rollout.temperature, seed=config.run.seed)
     if new_as is not None:
         if not await ledger.create(new_as, config.buffer):
             raise RunExists(f"run {config.run.name!r} was made by somebody else just now: use --resume to go on with it, or another run.name")
         return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None)
-    reference = max((await ledger.status()).checkpoints, key=lambda one: one.step, default=None)
+    registered = (await ledger.status()).checkpoints
+    reference = _chosen(registered, from_step)
     if reference is None:
         return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None)
-    found = await asyncio.to_thread(read_checkpoint, reference, folder=config.checkpoint_folder)
+    try:
+        found = await asyncio.to_thread(read_checkpoint, reference, folder=config.checkpoint_folder)
+    except CheckpointDamaged as problem:
+        raise CheckpointDamaged(f"{problem}; {_instead(registered, reference)}") from problem
     await worker.call(backend.restore, found.state)
     return _Start(backend=backend, progress=found.progress, journal=JournalTail.load(found.journal), checkpoint=reference)
+
+
+def _chosen(registered: Collection[CheckpointRef], from_step: int | None) -> CheckpointRef | None:
+    """The newest, or the one asked for. Raises: `ConfigError` if that is not registered."""
+    if from_step is None:
+        return max(registered, key=lambda one: one.step, default=None)
+    for one in registered:
+        if one.step == from_step:
+            return one
+    steps = ", ".join(str(one.step) for one in registered) or "none"
+    raise ConfigError(f"--from-step {from_step}: no checkpoint of that step is registered; registered are {steps}")
+
+
+def _instead(registered: Collection[CheckpointRef], damaged: CheckpointRef) -> str:
+    """What a person may do about a damaged checkpoint."""
+    others = sorted((one.step for one in registered if one.step != damaged.step), reverse=True)
+    if not others:
+        return "no other is registered: restore its folder, or start another run"
+    steps = ", ".join(str(step) for step in others)
+    return f"restore its folder, or go back to another that is registered (step {steps}) with `rl-trainer --resume --from-step {others[0]}`"
 
 
 @contextlib.contextmanager
@@ -138,27 +170,32 @@ def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterat
         )
 
 
-async def _train_and_end(loop: TrainingLoop, ledger: Ledger, registry: Registry, waker: Wakeups, stop: asyncio.Event) -> None:
-    await loop.publish_now(_PUBLISH_S)
+async def _train_and_end(loop: TrainingLoop, ledger: Ledger, registry: Registry, waker: Wakeups, stop: asyncio.Event, *, weights: WeightsConfig) -> None:
+    """Steps within `consumer.config.stop_seconds` once `stop` is set."""
+    await loop.publish_now(PUBLISH_S)
     reason = await loop.run(stop)
-    version = await loop.publish_now(_PUBLISH_S)
+    version = await loop.publish_now(PUBLISH_S)
     await loop.checkpoint_now()
-    if behind := await registry.wait_acks(version, waker, deadline_s=_ACKS_S):
+    if behind := await registry.wait_acks(version, waker, apply_s=weights.apply_deadline_s, most_paused=weights.max_paused):
         _LOG.warning("the run ends without these engines at %s: %s", version, ", ".join(behind))
     await ledger.drain(version.incarnation, reason)
     _LOG.info("run ended after step %d: %s", version.n, reason)
 
 
 @contextlib.asynccontextmanager
-async def _heartbeats(presence: Presence[TrainerStatus], loop: TrainingLoop, worker: Worker) -> AsyncIterator[None]:
-    """Announce the trainer every second while the context is open, and take it back at its end; a heartbeat that fails ends the context."""
+async def _heartbeats(presence: Presence[TrainerStatus], loop: TrainingLoop, worker: Worker, publisher: Publisher) -> AsyncIterator[None]:
+    """Announce the trainer every second while the context is open, and take it back at its end. A heartbeat that fails and a publisher that is gone end it:
+    without versions a trainer waits for groups that nobody may generate.
+    """
     done = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(_beat(presence, loop, worker, done), name="trainer:heartbeat")
+        published = group.create_task(publisher.failed(), name="trainer:publisher")
         try:
             yield
         finally:
             done.set()
+            published.cancel()
     await presence.leave(loop.status.trainer_id)
 
 

@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Keeper:
-    """At most one checkpoint is in flight: `due` is False meanwhile.
+    """At most one checkpoint is in flight: `due` is False meanwhile. `settle` first where the ledger wants one: it asks once a step, and may not ask again.
 
     captured (at a step's edge) ──► files durable ──► renamed ──► registered in the ledger ──► older ones deleted
     """

@@ -169,8 +169,8 @@ class TrainingLoop:
 
     async def _take(self, step: int, index: int) -> _Taken:
         leased = await self._parts.buffer.lease(step, index, lambda edge: self._show(edge=edge))
-        groups = await self._parts.buffer.fetch(leased, lambda edge: self._show(edge=edge))
-        return _Taken(chunk=dataclasses.replace(leased, headers=tuple(header for header, _ in groups)), groups=groups)
+        chunk, groups = await self._parts.buffer.fetch(leased, lambda edge: self._show(edge=edge))
+        return _Taken(chunk=chunk, groups=groups)
 
     async def _edge(self, background: asyncio.TaskGroup, step: int, after: _Stepped, stats: dict[str, JsonValue], *, wanted: bool) -> None:
         """Between two steps: count, publish, checkpoint, tell."""
@@ -181,6 +181,8 @@ class TrainingLoop:
         self._show(step=step + 1)
         if step % self._publish_every == 0:
             self._submit(after)
+        if wanted:  # a checkpoint in flight is of an earlier step and may free nothing; asked for only here, the wish must not be lost
+            await self._parts.keeper.settle()
         if self._parts.keeper.due(step, wanted=wanted):
             await self._checkpoint(background)
         version = Version(self._incarnation, step)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from buffer.config import BufferConfig
 from buffer.redis_ledger import RedisLedger
-from consumer.config import TrainerDaemonConfig
+from consumer.config import TrainerDaemonConfig, check_sections
 from protocol.config import load
 from protocol.connection import check_server, connect
 from protocol.daemon import arguments, run_daemon
@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--new", action="store_true", help="make the run; refuses one that exists")
     how.add_argument("--resume", action="store_true", help="go on from the newest registered checkpoint, or from the starting weights if there is none")
+    parser.add_argument("--from-step", type=int, metavar="N", help="with --resume: go back to the registered checkpoint of step N; newer ones are given up")
     options = parser.parse_args(argv)
+    if options.from_step is not None and not options.resume:
+        parser.error("--from-step goes with --resume")
     return run_daemon("rl-trainer", lambda stop: _start(options, stop))
 
 
@@ -47,11 +50,13 @@ async def _start(options: argparse.Namespace, stop: asyncio.Event) -> None:
         if options.new:
             await _refuse_existing(ledger, identity, config)
         else:
-            _tell_settings(await ledger.join(identity), config.buffer)
+            of_run = await ledger.join(identity)
+            _tell_settings(of_run, config.buffer)
+            check_sections(buffer=of_run, weights=config.weights, rollout=config.rollout, checkpoint=config.checkpoint)
         await asyncio.to_thread(importlib.import_module, "consumer.daemon")  # torch: seconds, during which signals are still heard
         from consumer.daemon import run_trainer
 
-        await run_trainer(config, ledger, client, keys, stop, new_as=identity if options.new else None)
+        await run_trainer(config, ledger, client, keys, stop, new_as=identity if options.new else None, from_step=options.from_step)
     finally:
         await client.aclose()
 
@@ -72,7 +77,7 @@ async def _refuse_existing(ledger: RedisLedger, identity: RunIdentity, config: T
 
 def _earlier_record(config: TrainerDaemonConfig) -> Path | None:
     """What an earlier run left in the folders that this one would write."""
-    records = [config.run.folder / name for name in ("witness.jsonl", "audit.jsonl")]
+    records = [config.run.folder / name for name in ("witness.jsonl", "audit.jsonl", "metrics.jsonl")]
     checkpoints = sorted(config.checkpoint_folder.glob("step-*")) if config.checkpoint_folder.is_dir() else []
     return next((path for path in (*records, *checkpoints) if path.is_dir() or (path.is_file() and path.stat().st_size)), None)
 

@@ -13,7 +13,7 @@ Handler = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code of the subcommand: 0 done or drained, 1 fault, 2 bad configuration or command line, 75 try again."""
+    """Exit code of the subcommand: 0 done or drained, 1 fault, 2 bad configuration or command line, 3 replaced, 75 try again."""
     words = list(sys.argv[1:] if argv is None else argv)
     options = _parser(demo_wanted="demo" in words[:1]).parse_args(words)
     handler: Handler = options.handler
@@ -53,6 +53,8 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
         look = _with_file(commands, name, _look, text)
         look.add_argument("--json", action="store_true", help="for programs")
         look.set_defaults(what=name)
+    summary = _with_file(commands, "summary", _summary, "write summary.json of a run that was started by hand, and print it")
+    summary.add_argument("--json", action="store_true", help="for programs")
     config = commands.add_parser("config", help="check or show a configuration", description="The configuration of a run.")
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     _with_file(actions, "check", _config_check, "validate every section and the files they name")
@@ -93,7 +95,6 @@ def _up(options: argparse.Namespace) -> int:
 
 def _engine(options: argparse.Namespace) -> int:
     from producer.engine.host import EngineHostConfig, run_host
-
     from protocol.config import load
     from protocol.daemon import run_daemon
 
@@ -126,6 +127,12 @@ def _look(options: argparse.Namespace) -> int:
     from deploy.look import look
 
     return look(options.what, options.config, options.set, as_json=options.json)
+
+
+def _summary(options: argparse.Namespace) -> int:
+    from deploy.look import summarise
+
+    return summarise(options.config, options.set, as_json=options.json)
 
 
 def _config_check(options: argparse.Namespace) -> int:

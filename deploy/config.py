@@ -66,6 +66,8 @@ def reader_url(run: RunConfig, redis: RedisConfig) -> str:
     path = socket_path(run.folder / "redis")
     if path.exists():
         return f"unix://{path}"
+    if (run.folder / "summary.json").exists():
+        raise ConfigError(f"run {run.name!r} has ended, and its Redis with it: see {run.folder / 'summary.json'}, or go on with it by `rollstream up --resume`")
     raise ConfigError(f"redis.url is empty and no server of `rollstream up` runs for {run.folder}: start the run, or set redis.url")
 
 
@@ -83,6 +85,18 @@ def bind(http: HttpConfig) -> socket.socket | None:
             f"http.port {http.port}: cannot listen on {http.host}:{http.port} ({os.strerror(problem.errno) if problem.errno else problem}); "
             "choose another http.port, 0 for no service, or stop what listens there"
         ) from problem
+
+
+def check_ports(engine: EngineConfig) -> None:
+    """Whether the ports of the engines are free now. Raises: `ConfigError` naming the one that is not."""
+    for index in range(engine.count if engine.port else 0):
+        try:
+            listen(engine.host, engine.port + index).close()
+        except OSError as problem:
+            raise ConfigError(
+                f"engine.port {engine.port}: engine {index} cannot listen on {engine.host}:{engine.port + index} "
+                f"({os.strerror(problem.errno) if problem.errno else problem}); choose another engine.port, 0 for free ones, or stop what listens there"
+            ) from problem
 
 
 def listen(host: str, port: int) -> socket.socket:

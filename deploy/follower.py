@@ -7,7 +7,8 @@ the other is found in at least one of them. One that cannot (another machine) co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -16,9 +17,12 @@ import orjson
 from deploy.tally import Tally
 from protocol.audit import event
 from protocol.connection import Client
+from protocol.errors import DecodeError
 from protocol.keys import Keys
 from protocol.messages import Event
 
+_LOG = logging.getLogger(__name__)
+_NOT_OURS = (DecodeError, ValueError, KeyError, TypeError, AttributeError)
 _BATCH = 500
 _FILE_BYTES = 4 << 20
 _START = "0-0"
@@ -41,12 +45,12 @@ class AuditFollower:
         """Read on until there is nothing new. Raises: redis errors; then nothing is lost, the next call reads it."""
         if self._last == _START and (self._spill is None or not self._spill.exists()):
             first = await self._range("-", 1)
-            self.complete = not first or first[0][1][b"op"] == b"created"
+            self.complete = not first or first[0][1].get(b"op") == b"created"
         while True:
             batch = await self._range(f"({self._last}", _BATCH)
             await self._read_spill()
             for entry_id, entry in batch:
-                self._take(event(entry_id, entry))
+                self._take_raw(entry_id, entry)
             if len(batch) < _BATCH:
                 return
             await asyncio.sleep(0)
@@ -62,13 +66,31 @@ class AuditFollower:
             if not end:
                 return
             self._offset += end
-            for entry in _parse(text[:end]):
-                self._take(entry)
+            for line in text[:end].splitlines():
+                self._take_line(line)
+
+    def _take_raw(self, entry_id: bytes, entry: Mapping[bytes, bytes]) -> None:
+        try:
+            self._take(event(entry_id, entry))
+        except _NOT_OURS as problem:
+            self._pass_over(entry_id.decode(), problem)
+
+    def _take_line(self, line: bytes) -> None:
+        try:
+            wire = orjson.loads(line)
+            self._take(Event(id=wire["id"], op=wire["op"], fields=wire["d"]))
+        except _NOT_OURS as problem:
+            self._pass_over(self._last, problem)
 
     def _take(self, entry: Event) -> None:
         if _order(entry.id) > _order(self._last):
             self._last = entry.id
             self.tally.take(entry)
+
+    def _pass_over(self, entry_id: str, problem: Exception) -> None:
+        """What somebody else wrote there must not end the view of everything after it."""
+        self._last = max(self._last, entry_id, key=_order)
+        _LOG.warning("audit entry %s is no event of rollstream and is passed over: %r", entry_id, problem)
 
 
 def _read_part(path: Path, offset: int) -> bytes:
@@ -78,12 +100,6 @@ def _read_part(path: Path, offset: int) -> bytes:
             return file.read(_FILE_BYTES)
     except FileNotFoundError:
         return b""
-
-
-def _parse(text: bytes) -> Iterator[Event]:
-    for line in text.splitlines():
-        wire = orjson.loads(line)
-        yield Event(id=wire["id"], op=wire["op"], fields=wire["d"])
 
 
 def _order(entry_id: str) -> tuple[int, int]:

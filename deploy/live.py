@@ -27,6 +27,8 @@ from protocol.messages import EngineState, EngineStatus, Event
 _REFRESH_S = 1.0
 _PLAIN_S = 5.0
 _BARS = "▁▂▃▄▅▆▇█"
+_NOISE = frozenset({"boot_nonce", "incarnation_id", "digest"})
+"""Fields that tell a person nothing."""
 _WIDTH = 40
 
 
@@ -183,7 +185,7 @@ def _processes(lives: Mapping[Child, Life]) -> RenderableType:
 def _happenings(picture: Picture | None, notes: Sequence[tuple[float, str]]) -> RenderableType:
     found = [(event.at, describe(event)) for event in (picture.events if picture else ())] + list(notes)
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True, min_width=8)
     table.add_column(no_wrap=True)
     for at, text in sorted(found)[-6:]:
         table.add_row(time.strftime("%H:%M:%S", time.localtime(at)), text)
@@ -192,7 +194,8 @@ def _happenings(picture: Picture | None, notes: Sequence[tuple[float, str]]) -> 
 
 def describe(event: Event) -> str:
     """An audit event for people."""
-    shown = ", ".join(f"{name} {value}" for name, value in event.fields.items() if isinstance(value, str | int | float) and not isinstance(value, bool))
+    told = {name: value for name, value in event.fields.items() if isinstance(value, str | int | float) and not isinstance(value, bool) and name not in _NOISE}
+    shown = ", ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in told.items())
     return f"{event.op.replace('_', ' ')}: {shown}"[:110]
 
 

@@ -1,4 +1,4 @@
-"""`rollstream status / groups / engines / weights` and `config show`: what is going on, for people, or as JSON for programs."""
+"""`rollstream status / groups / engines / weights / summary` and `config show`: what is going on, for people, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,28 @@ def look(what: str, path: str, sets: Sequence[str], *, as_json: bool) -> int:
     if as_json:
         sys.stdout.buffer.write(orjson.dumps({name: body(picture).model_dump() for name, body in _BODIES[what].items()}, option=_OPTION))
     else:
-        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+        console = _console()
         for part in _VIEWS[what](picture):
             console.print(part)
     return 0
+
+
+def summarise(path: str, sets: Sequence[str], *, as_json: bool) -> int:
+    """Write `summary.json` of a run and print it. Raises: `ConfigError` if the run's record is not here."""
+    from deploy.summary import summary_by_hand, table
+
+    config = load(ReaderConfig, path, sets=sets)
+    summary = asyncio.run(summary_by_hand(config))
+    if as_json:
+        sys.stdout.buffer.write(orjson.dumps(summary, option=_OPTION))
+    else:
+        _console().print(table(summary))
+        sys.stdout.write(f"{config.run.folder / 'summary.json'}\n")
+    return 0
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=_WIDTH)
 
 
 async def _take(url: str, config: ReaderConfig) -> Picture:

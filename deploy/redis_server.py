@@ -81,8 +81,7 @@ class ServerCommand:
 
 
 def server_command(folder: Path, *, appendfsync: str = "everysec", maxmemory_bytes: int = 0) -> ServerCommand:
-    """The command for a server with its data in `folder` (made if missing)."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The command for a server with its data in `folder`, which whoever starts it makes. Writes nothing. Raises: `ConfigError` if there is no server."""
     socket = socket_path(folder.absolute())
     options = {
         "port": "0",
@@ -155,6 +154,7 @@ async def _ready_or_ended(url: str, process: asyncio.subprocess.Process, log: st
 async def redis_server(folder: Path, *, appendfsync: str = "everysec", maxmemory_bytes: int = 0) -> AsyncIterator[str]:
     """A running server while the context is open; the value is its URL. Data stay in `folder`."""
     command = server_command(folder, appendfsync=appendfsync, maxmemory_bytes=maxmemory_bytes)
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     command.socket.unlink(missing_ok=True)
     with (folder / "redis.log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(*command.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

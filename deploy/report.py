@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -33,7 +34,16 @@ async def draw(folder: Path) -> Path:
     history = read_history(await read_audit(folder / "audit.jsonl"))
     if not history.steps:
         raise ConfigError(f"{folder}: no optimizer step in audit.jsonl, nothing to draw")
-    return plot(history, folder / "report.png", title=folder.name)
+    return plot(history, folder / "report.png", title=_run_name(folder))
+
+
+def _run_name(folder: Path) -> str:
+    """As the kept configuration has it, or else the folder's own."""
+    try:
+        name = tomllib.loads((folder / "run.toml").read_text("utf-8"))["run"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder.name
+    return str(name)
 
 
 def plot(history: History, path: Path, *, title: str) -> Path:

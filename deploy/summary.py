@@ -7,6 +7,7 @@ resources.json ─────────────────────�
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,11 +21,17 @@ from buffer.contract import LedgerStatus
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
 from buffer.witness import WitnessLine, read_witness
+from deploy.config import ReaderConfig, reader_url
 from deploy.history import Applied, Histogram, History, read_history
 from deploy.tally import distribution
-from protocol.connection import Client
+from deploy.up.records import write_atomically
+from protocol.connection import Client, connect
+from protocol.errors import ConfigError, RedisUnavailable, RunMissing
 from protocol.keys import Keys
-from protocol.messages import Event
+from protocol.messages import Event, TrainerStatus
+from protocol.presence import Presence
+
+_LOG = logging.getLogger(__name__)
 
 Summary: TypeAlias = dict[str, Any]
 """JSON values; the keys are those of `summarise`."""
@@ -36,19 +43,41 @@ async def write_summary(folder: Path, client: Client | None = None, keys: Keys |
     """Summarise the run in `folder`, write `summary.json` there and return it.
 
     With `client` and `keys` the ledger is asked what is outstanding, and what happened after the trainer left (the final evaluation, engines that leave) is
-    moved into `audit.jsonl` first, so that the file tells the whole run once Redis is gone.
+    moved into `audit.jsonl` first, so that the file tells the whole run once Redis is gone. While a trainer is there the file is its own to write.
     """
     status = None
+    audit = folder / "audit.jsonl"
     if client is not None and keys is not None:
         status = await RedisLedger(client, keys).status()
-        async with AuditSpill(client, keys, folder / "audit.jsonl") as spill:
-            await spill.flush()
-    events = await read_audit(folder / "audit.jsonl")
+        if not await Presence(client, keys, "trainer", TrainerStatus).members():
+            async with AuditSpill(client, keys, audit) as spill:
+                await spill.flush()
+    events = await read_audit(audit, client, keys)
     summary = summarise(events, read_witness(folder / "witness.jsonl"), status=status, resources=read_resources(folder))
-    scratch = folder / ".summary.json"
-    scratch.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    scratch.replace(folder / "summary.json")
+    write_atomically(folder / "summary.json", orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     return summary
+
+
+async def summary_by_hand(config: ReaderConfig) -> Summary:
+    """The summary of a run whose parts were started by hand, written where its trainer keeps its record; without Redis, from that record alone.
+
+    Raises: `ConfigError` if the record is not here: what is left in Redis must not be moved to where nobody looks for it.
+    """
+    folder = config.run.folder
+    if not (folder / "audit.jsonl").is_file():
+        raise ConfigError(f"run.dir {folder} has no audit.jsonl: ask where the trainer runs, or correct run.name or run.dir")
+    try:
+        url = reader_url(config.run, config.redis)
+    except ConfigError:
+        return await write_summary(folder)
+    client = connect(url, deadline_s=1.0)
+    try:
+        return await write_summary(folder, client, Keys(config.run.name))
+    except (RedisUnavailable, RunMissing) as problem:
+        _LOG.warning("from %s alone, without what Redis may still hold: %s", folder / "audit.jsonl", problem)
+        return await write_summary(folder)
+    finally:
+        await client.aclose()
 
 
 def read_summary(folder: Path) -> Summary:

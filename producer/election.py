@@ -34,7 +34,7 @@ class Phase(StrEnum):
     """After the run has ended, once for each version it ended with."""
 
 
-class Claim(StrEnum):
+class Turn(StrEnum):
     MINE = "mine"
     """This process evaluates now."""
     DONE = "done"
@@ -55,14 +55,18 @@ class Election:
         self._every_ms = int(every_s * 1000)
         self._token = secrets.token_hex(8)
 
-    async def claim(self, phase: Phase, version: str = "") -> tuple[Claim, float]:
+    async def claim(self, phase: Phase, version: str = "") -> tuple[Turn, float]:
         """The answer, and seconds until asking again may give another. Raises: `RedisUnavailable`."""
         answer, wait_ms = await _CLAIM(self._client, keys=[self._records, self._lock], args=[phase, version, self._token, int(TTL_S * 1000), self._every_ms])
-        return Claim(answer.decode()), int(wait_ms) / 1000
+        return Turn(answer.decode()), int(wait_ms) / 1000
 
     async def record(self, phase: Phase, version: str, fields: Mapping[str, JsonValue]) -> bool:
         """Put the result into the audit stream and give the lock back; False if the lock was lost meanwhile, and nothing was recorded."""
-        return await self._end(phase, version, orjson.dumps(dict(fields)))
+        return await self._end(phase, version, "eval", orjson.dumps(dict(fields)))
+
+    async def record_failure(self, phase: Phase, version: str, fields: Mapping[str, JsonValue]) -> bool:
+        """As `record`, for an evaluation that is given up: the audit event is `eval_failed`, which has no figure that a reader could take for a result."""
+        return await self._end(phase, version, "eval_failed", orjson.dumps(dict(fields)))
 
     async def holding(self, phase: Phase, version: str, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, with the lock that `claim` gave renewed meanwhile; None if it went to another process, and `work` was cancelled.
@@ -80,7 +84,7 @@ class Election:
         finally:
             with contextlib.suppress(RedisUnavailable, TimeoutError):  # it expires by itself
                 async with asyncio.timeout(_GIVE_BACK_S):
-                    await self._end("", "", b"{}")
+                    await self._end("", "", "", b"{}")
         return None
 
     async def _renew(self, phase: Phase, version: str) -> None:
@@ -88,12 +92,12 @@ class Election:
             await asyncio.sleep(_RENEW_S)
             with contextlib.suppress(RedisUnavailable):  # then it expires, and the next claim tells
                 answer, _ = await self.claim(phase, version)
-                if answer is not Claim.MINE:
+                if answer is not Turn.MINE:
                     raise _ElectionLost
 
-    async def _end(self, phase: str, version: str, fields: bytes) -> bool:
+    async def _end(self, phase: str, version: str, op: str, fields: bytes) -> bool:
         keys = [self._records, self._lock, self._keys.audit, self._keys.wakeups]
-        return bool(await _END(self._client, keys=keys, args=[phase, version, self._token, fields]))
+        return bool(await _END(self._client, keys=keys, args=[phase, version, self._token, fields, op]))
 
 
 class _ElectionLost(Exception):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from producer.config import EvalConfig
-from producer.election import Claim, Election, Phase
+from producer.election import Election, Phase, Turn
 from producer.engine.client import Sampling
 from producer.outage import through_outage
 from producer.pool import EnginePool
@@ -28,6 +28,8 @@ from protocol.wakeups import RECHECK_S, Topic, Wakeups
 _LOG = logging.getLogger(__name__)
 _AGAIN_S = 5.0
 """An evaluation of which nothing came is tried again after so long."""
+_FIRST_TRIES = 3
+"""After so many first evaluations of which nothing came, each producer lets the run begin without one: training is worth more than its first figure."""
 
 
 @dataclass(slots=True)
@@ -78,22 +80,27 @@ class Evaluation:
         self._deadline_s = redis_deadline_s
 
     async def first(self) -> None:
-        """Return once the first evaluation is recorded, by whomever. Until then nothing is generated for training."""
+        """Return once the first evaluation is recorded, by whomever, as failed if it came to nothing for several times. Until then nothing is generated for
+        training.
+        """
+        tries = 0
         while True:
             mark = self._wakeups.mark(Topic.RUN)
             claim, wait_s = await self._claim(Phase.FIRST)
-            if claim is Claim.DONE:
+            if claim is Turn.DONE:
                 return
-            if claim is not Claim.MINE:
+            if claim is not Turn.MINE:
                 await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=min(wait_s, RECHECK_S))
-            elif not await self._evaluate(Phase.FIRST, None):
+                continue
+            tries += 1
+            if not await self._evaluate(Phase.FIRST, None, give_up=tries >= _FIRST_TRIES):
                 await asyncio.sleep(_AGAIN_S)
 
     async def periodic(self) -> None:
         """Evaluate whenever it is due and nobody else does, for ever."""
         while True:
             claim, wait_s = await self._claim(Phase.PERIODIC)
-            if claim is not Claim.MINE:
+            if claim is not Turn.MINE:
                 await asyncio.sleep(max(wait_s, 0.01))
             elif not await self._evaluate(Phase.PERIODIC, None):
                 await asyncio.sleep(_AGAIN_S)
@@ -108,9 +115,9 @@ class Evaluation:
                 while True:
                     mark = self._wakeups.mark(Topic.RUN)
                     claim, wait_s = await self._claim(Phase.FINAL, version)
-                    if claim is Claim.MINE:
+                    if claim is Turn.MINE:
                         await self._evaluate(Phase.FINAL, await self._best(version), version)
-                    if claim in (Claim.MINE, Claim.DONE):
+                    if claim in (Turn.MINE, Turn.DONE):
                         return
                     await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=min(wait_s, RECHECK_S))
         except TimeoutError:
@@ -125,12 +132,12 @@ class Evaluation:
         _LOG.warning("no engine serves the final version %s; evaluating what there is", version)
         return None
 
-    async def _claim(self, phase: Phase, version: Version | None = None) -> tuple[Claim, float]:
+    async def _claim(self, phase: Phase, version: Version | None = None) -> tuple[Turn, float]:
         text = "" if version is None else str(version)
         return await through_outage(lambda: self._election.claim(phase, text), deadline_s=self._deadline_s)
 
-    async def _evaluate(self, phase: Phase, min_version: Version | None, version: Version | None = None) -> bool:
-        """Evaluate and record, while the lock is ours; False if nothing came of it."""
+    async def _evaluate(self, phase: Phase, min_version: Version | None, version: Version | None = None, *, give_up: bool = False) -> bool:
+        """Evaluate and record, while the lock is ours; False if nothing came of it. `give_up`: then record that, and it is over."""
         text = "" if version is None else str(version)
 
         async def work() -> bool:
@@ -138,7 +145,11 @@ class Evaluation:
             tally = await self._sample_all(phase, min_version)
             if not tally.rewards:
                 _LOG.warning("evaluation (%s) failed for all %d samples, the last one: %s", phase, tally.failed, tally.problem)
-                return False
+                if not give_up:
+                    return False
+                _LOG.warning("the run begins without a first evaluation")
+                failure: dict[str, JsonValue] = {"phase": phase.value, "failed": tally.failed, "problem": tally.problem[:500], "producer_id": self._producer_id}
+                return await through_outage(lambda: self._election.record_failure(phase, text, failure), deadline_s=self._deadline_s)
             fields = tally.fields(phase, seconds=time.monotonic() - began, producer_id=self._producer_id)
             _LOG.info(
                 "evaluation (%s) of %s: reward %.3f, exact %.3f", phase, ",".join(str(v) for v in sorted(tally.versions)), fields["reward"], fields["exact"]

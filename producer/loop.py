@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import time
 
 from buffer.contract import Ledger, LedgerStatus, RunState
 from producer.config import ProducerConfig
@@ -40,6 +41,8 @@ class ProducerLoop:
         self._deadline_s = redis_deadline_s
         self.closing = asyncio.Event()
         self._ended = False
+        self._first_since = 0.0
+        """Unix seconds since when the first evaluation has been waited for; 0: it is not."""
         self._lag_s = 0.0
 
     def on_run_ended(self) -> None:
@@ -74,7 +77,9 @@ class ProducerLoop:
     async def _live(self, stop: asyncio.Event, ledger: Ledger, work: GroupWork, evaluation: Evaluation | None) -> None:
         status = await self._status(ledger)
         if evaluation is not None and status.trained == 0 and status.state is RunState.OPEN:
+            self._first_since = time.time()
             await unless(self.closing, evaluation.first(), name="producer:first-evaluation")
+            self._first_since = 0.0
         async with asyncio.TaskGroup() as group:
             periodic = group.create_task(evaluation.periodic(), name="producer:evaluation") if evaluation is not None else None
             await work.run(lambda: 0.0 if self._ended else self._config.drain_seconds)
@@ -105,6 +110,8 @@ class ProducerLoop:
 
     def _report(self, work: GroupWork, pool: EnginePool, sampler: Sampler) -> ProducerStatus:
         edge, since = work.waiting_for, work.waiting_since
+        if self._first_since:
+            edge, since = Edge.FIRST_EVALUATION, self._first_since
         if pool.waiting_since:
             edge, since = Edge.NO_ENGINE, pool.waiting_since
         lag_s, self._lag_s = self._lag_s, 0.0

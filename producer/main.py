@@ -15,8 +15,6 @@ import time
 from dataclasses import dataclass
 
 import aiohttp
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from buffer.client import ProducerBuffer
 from buffer.config import BufferConfig
@@ -30,7 +28,7 @@ from producer.loop import BEAT_S, ProducerLoop
 from producer.outage import through_outage
 from producer.pool import EnginePool
 from producer.rewards import Grader, make_grader
-from producer.rollout import GroupMaker, payload_bound
+from producer.rollout import GroupMaker
 from producer.sampler import Sampler
 from producer.source import PromptSet, PromptSource, read_rows
 from producer.stopping import unless
@@ -40,6 +38,7 @@ from protocol.config import load
 from protocol.connection import Client, check_server, connect
 from protocol.daemon import arguments, run_daemon
 from protocol.errors import RedisUnavailable, RunMissing
+from protocol.groups import payload_bound
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
 from protocol.messages import Edge, ProducerStatus
@@ -140,12 +139,12 @@ class _Member:
             while True:
                 mark = self._wakeups.mark(Topic.RUN)
                 try:
-                    return await through_outage(lambda: _joined(ledger, self._prepared.identity), deadline_s=self._config.redis.deadline_s)
+                    return await through_outage(lambda: ledger.join(self._prepared.identity), deadline_s=self._config.redis.deadline_s)
                 except RunMissing as problem:
-                    if not waiting:
-                        _LOG.info("waiting: %s", problem)
-                    waiting = True
+                    told, waiting, missing = waiting, True, str(problem)
                 await self._presence.beat(self._here.producer_id, dataclasses.replace(self._here, waiting_for=Edge.NO_RUN, waiting_since=since))
+                if not told:
+                    _LOG.info("waiting: %s", missing)
                 await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=BEAT_S)
         except BaseException:
             if waiting:
@@ -190,13 +189,6 @@ class _Member:
             )
         _LOG.info("%s joined run %s: %d prompts, G = %d", self._here.producer_id, self._keys.run, len(prepared.prompts), rollout.group_size)
         await loop.run(stop, ledger=ledger, pool=pool, work=work, sampler=sampler, evaluation=evaluation)
-
-
-async def _joined(ledger: Ledger, identity: RunIdentity) -> BufferConfig:
-    try:
-        return await ledger.join(identity)
-    except (RedisConnectionError, RedisTimeoutError, OSError) as problem:
-        raise RedisUnavailable(f"join: Redis did not answer in time ({problem})") from problem
 
 
 if __name__ == "__main__":

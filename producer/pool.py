@@ -65,14 +65,14 @@ class EnginePool:
             run_news = self._wakeups.mark(Topic.RUN)[Topic.RUN] != mark[Topic.RUN]
 
     async def refresh(self, *, ledger: bool = True) -> None:
-        """Read the registry once, and the ledger if asked to, if that was a while ago, or if an engine serves an incarnation we have not heard of."""
+        """Read the registry once, and the ledger if asked to, if that was a while ago, or if an engine serves a version we have not heard of."""
         routable = await self._registry.routable()
         engines = [Engine(key=(engine.engine_id, engine.boot_nonce), url=engine.url, version=engine.version) for engine in routable if engine.version]
         news = any(not self._routing.knows(engine.version) for engine in engines)
         if ledger or news or self._routing.lineage is None or time.monotonic() - self._ledger_read_at >= RECHECK_S:
             status = await self._ledger.status()
             self._ledger_read_at = time.monotonic()
-            self._routing.lineage = status.lineage
+            self._routing.lineage, self._routing.trained = status.lineage, status.trained
             self._on_status(status)
         self._routing.seen(engines, self._routing.lineage)
         self._fire()
@@ -116,13 +116,13 @@ class EnginePool:
     async def judge(self, engine: Engine, versions: Collection[Version]) -> None:
         """Accept an answer written under `versions`.
 
-        Raises: `SampleFailed` if one is unknown to the run or older than the engine acked; the engine is then marked unfit.
+        Raises: `SampleFailed` if one is unknown to the run, such as one newer than anything trained, or older than the engine acked; the engine is then marked
+        unfit. `RedisUnavailable` when Redis stays away and cannot be asked.
         """
         if min(versions) < engine.version:
             await self.mark_unfit(engine, f"answered with version {min(versions)} after acking {engine.version}")
         if not all(self._routing.knows(version) for version in versions):
-            with contextlib.suppress(RedisUnavailable):
-                await self.refresh()
+            await through_outage(self.refresh, deadline_s=self._deadline_s)
             if unknown := [str(version) for version in versions if not self._routing.knows(version)]:
                 await self.mark_unfit(engine, f"answered with version {unknown[0]}, which this run does not have")
 

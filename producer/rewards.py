@@ -167,10 +167,21 @@ def _guarded(function: Callable[[RewardSample], Awaitable[Any]], config: RewardC
             raise SampleFailed(f"reward.function {config.function} gave no answer in {config.timeout_seconds:g} s") from problem
         except Exception as problem:
             raise SampleFailed(f"reward.function {config.function} raised {type(problem).__name__}: {problem}") from problem
-        reward = answer if isinstance(answer, Reward) else Reward(answer)
-        value: object = reward.value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise SampleFailed(f"reward.function {config.function} answered {value!r:.60}, expected a finite number or a Reward")
-        return Reward(float(value), reward.exact)
+        return _checked(answer, config.function)
 
     return score
+
+
+def _checked(answer: object, function: str) -> Reward:
+    """What a custom function answered, as a reward. Raises: `SampleFailed` for anything that is none, however odd."""
+    value, exact = (answer.value, answer.exact) if isinstance(answer, Reward) else (answer, None)
+    try:
+        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # an int beyond every float
+        number = math.inf
+    if not math.isfinite(number):
+        what = f"a {type(value).__name__} beyond every float" if isinstance(value, int) and not isinstance(value, bool) else f"{value!r:.60}"
+        raise SampleFailed(f"reward.function {function} answered {what}, expected a finite number or a Reward")
+    if not (exact is None or isinstance(exact, bool)):
+        raise SampleFailed(f"reward.function {function} answered a Reward whose exact is {exact!r:.60}, expected true, false or nothing")
+    return Reward(number, exact)

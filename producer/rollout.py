@@ -17,18 +17,6 @@ from protocol.errors import SampleFailed
 from protocol.messages import GroupHeader, GroupTimings, Reason, RolloutGroup
 from protocol.versions import Version
 
-_ROLLOUT_BYTES = 256
-"""Upper bound of what a rollout adds to the payload beside its arrays: reward, finish reason, engine id (bounded), map keys."""
-_GROUP_BYTES = 1024
-_TOKEN_BYTES = 4 + 1 + 4
-_SPAN_BYTES = 20
-
-
-def payload_bound(*, group_size: int, prompt_tokens: int, new_tokens: int) -> int:
-    """Bytes that no payload of a group exceeds (rule P3): every token in arrays, every sampled token in a span of its own."""
-    rollout = (prompt_tokens + new_tokens) * _TOKEN_BYTES + new_tokens * _SPAN_BYTES + _ROLLOUT_BYTES
-    return _GROUP_BYTES + group_size * rollout
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
@@ -36,7 +24,6 @@ class Finished:
 
     header: GroupHeader
     payload: bytes
-    retries: int
     new_tokens: int
 
 
@@ -111,4 +98,4 @@ class GroupMaker:
                 encode_s=time.monotonic() - began,
             ),
         )
-        return Finished(header=header, payload=payload, retries=sum(sample.retries for sample in samples), new_tokens=sum(trainable.values()))
+        return Finished(header=header, payload=payload, new_tokens=sum(trainable.values()))

@@ -57,13 +57,15 @@ class Routing:
     """Invariant: `outstanding` of every engine is the number of `started` less `finished` and `refused`."""
 
     lineage: Lineage | None = None
+    trained: int = 0
+    """Newest step trained on the line: no version of its head is newer."""
     _engines: dict[EngineKey, Engine] = field(default_factory=dict)
     _place: dict[EngineKey, int] = field(default_factory=dict)
     """n of each engine that is on the current line."""
     _loads: dict[EngineKey, _Load] = field(default_factory=dict)
 
     def seen(self, engines: Iterable[Engine], lineage: Lineage) -> None:
-        """What the registry and the ledger say now."""
+        """What the registry says now, on the line that the ledger has."""
         self.lineage = lineage
         self._engines = {engine.key: engine for engine in engines}
         self._place = {key: engine.version.n for key, engine in self._engines.items() if _on_line(lineage, engine.version)}
@@ -72,8 +74,10 @@ class Routing:
             self._loads.setdefault(key, _Load(assigned=min((load.assigned for load in self._loads.values()), default=0)))
 
     def knows(self, version: Version) -> bool:
-        """Whether this lineage has the incarnation of `version`; if not, it is time to read the ledger again."""
-        return self.lineage is not None and version.incarnation in self.lineage.forks
+        """Whether this run has, or once had, `version`, as far as we have read; if not, it is time to read the ledger again."""
+        if self.lineage is None or version.incarnation not in self.lineage.forks:
+            return False
+        return version.incarnation != self.lineage.head or version.n <= self.trained
 
     def choose(self, min_version: Version | None, *, avoid: Collection[EngineKey], now: float) -> Engine | None:
         """The engine for a request, or None: wait for a change. Those in `avoid` are taken only if no other qualifies. `min_version` None: any."""

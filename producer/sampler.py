@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from producer.rewards import Grader, Reward, RewardSample
 from producer.routing import Engine, EngineKey
 from producer.source import Chosen
 from protocol.arrays import IntArray
-from protocol.errors import DecodeError, EngineUnavailable, SampleFailed
+from protocol.errors import DecodeError, EngineUnavailable, SampleAborted, SampleFailed
 from protocol.messages import Rollout, Span
 from protocol.versions import Version
+
+_FIRST_PACE_S, _LONGEST_PACE_S = 0.01, 0.5
+"""A sample that is aborted again and again is asked for no more often than this: an engine that aborts whatever comes is not asked hotly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +30,6 @@ class Sampled:
 
     rollout: Rollout
     reward: Reward
-    retries: int
     queue_s: float
     generate_s: float
     reward_s: float
@@ -42,21 +45,33 @@ class Sampler:
         self._config = config
         self.retried = 0
         """Samples that were asked for again, over the life of the producer."""
+        self.aborted = 0
+        """Those of them that an engine had ended on purpose, as an update does where `weights.pause_mode` is abort."""
 
     async def sample(self, chosen: Chosen, prompt: list[int], *, min_version: Version | None, sampling: Sampling, rid: str) -> Sampled:
         """One rollout, retried on another engine where there is one, inside the group's budget of seconds; waiting for an engine costs none of it.
 
+        What an engine ended on purpose costs neither seconds nor an attempt, and may go to the same engine: otherwise long responses, which meet more updates,
+        would fail more often than short ones, and that would bias the policy.
+
         Raises: `SampleFailed` when the attempts or the budget are used up.
         """
         attempts = _Attempts(self._config)
-        queue_s = 0.0
+        queue_s = generate_s = 0.0
         while True:
             began = time.monotonic()
             engine = await self._pool.acquire(min_version, attempts.failed)
             started = time.monotonic()
             queue_s += started - began
-            generation = await self._generate(engine, prompt, sampling, f"{rid}.{attempts.count}", attempts)
+            try:
+                generation = await self._generate(engine, prompt, sampling, f"{rid}.{attempts.count}", attempts)
+            except SampleAborted:
+                self.retried += 1
+                self.aborted += 1
+                await asyncio.sleep(attempts.aborted(time.monotonic() - started))
+                continue
             generated = time.monotonic()
+            generate_s += generated - started
             attempts.spent_s += generated - started
             if generation is not None:
                 break
@@ -66,20 +81,22 @@ class Sampler:
         return Sampled(
             rollout=_rollout(chosen.ids, generation, reward, engine),
             reward=reward,
-            retries=attempts.count,
             queue_s=queue_s,
-            generate_s=attempts.spent_s,
+            generate_s=generate_s,
             reward_s=rewarded - generated,
         )
 
     async def _generate(self, engine: Engine, prompt: list[int], sampling: Sampling, rid: str, attempts: _Attempts) -> Generation | None:
-        """The answer of `engine`, or None if this attempt failed and another is allowed."""
+        """The answer of `engine`, or None if this attempt failed and another is allowed. Raises: `SampleAborted`."""
         try:
             generation = await self._client.generate(engine.url, prompt, sampling=sampling, rid=rid, deadline_s=attempts.deadline_s, assumed=engine.version)
         except EngineUnavailable as problem:
             self._pool.refused(engine)
             attempts.unavailable(engine, problem)
             return None
+        except SampleAborted:
+            self._pool.release(engine)
+            raise
         except SampleFailed as problem:
             self._pool.release(engine)
             await self._doubt(engine, problem)
@@ -131,12 +148,21 @@ class _Attempts:
         self.failed: set[EngineKey] = set()
         self._away: set[EngineKey] = set()
         self.count = 0
+        """Attempts so far, of any outcome."""
         self._counted = 0
+        self._aborts = 0
         self.spent_s = 0.0
 
     @property
     def deadline_s(self) -> float:
         return max(0.001, min(self._config.sample_deadline_seconds, self._config.group_deadline_seconds - self.spent_s))
+
+    def aborted(self, after_s: float) -> float:
+        """Not counted. Seconds to rest before the next attempt; what the aborted one took is part of the pace."""
+        self.count += 1
+        self._aborts += 1
+        pace_s: float = min(_LONGEST_PACE_S, _FIRST_PACE_S * 2.0 ** min(self._aborts - 1, 10))
+        return max(0.0, pace_s - after_s)
 
     def unavailable(self, engine: Engine, problem: Exception) -> None:
         counts = engine.key not in self._away

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,11 +21,10 @@ from producer.order import PromptOrder
 from producer.template import Prompt, PromptEncoder
 from protocol.arrays import IntArray
 from protocol.config import DataConfig
+from protocol.data_path import split_data_path
 from protocol.errors import ConfigError, DecodeError
 from protocol.messages import JsonValue
 
-_SLICE = re.compile(r"(?P<path>.*?)\[(?P<cut>[^\[\]]*)\]")
-_BOUNDS = re.compile(r"\s*(-?\d+)?\s*:\s*(-?\d+)?\s*(?::\s*(-?\d+)?\s*)?")
 _REPORTED = 10
 """Faulty lines named in one error; the rest are counted."""
 
@@ -46,29 +44,19 @@ Problem: TypeAlias = tuple[int, str]
 LabelFault: TypeAlias = Callable[[JsonValue], str]
 
 
-def split_path(key: str, spec: str) -> tuple[Path, slice]:
-    """File and slice of `spec`. Raises: `ConfigError` naming `key`."""
-    if not (found := _SLICE.fullmatch(spec)):
-        return Path(spec), slice(None)
-    bounds = _BOUNDS.fullmatch(found["cut"])
-    step = int(bounds[3]) if bounds and bounds[3] else None
-    if bounds is None or (step is not None and step < 1):
-        raise ConfigError(f"{key} {spec}: [{found['cut']}] is not a slice; use [start:stop] or [start:stop:step] with a step of 1 or more")
-    return Path(found["path"]), slice(int(bounds[1]) if bounds[1] else None, int(bounds[2]) if bounds[2] else None, step)
-
-
 def read_rows(key: str, spec: str, data: DataConfig, *, label_fault: LabelFault, limit: int = 0) -> list[Row]:
     """The rows that `spec`, the value of the configuration's `key`, selects.
 
     `label_fault` says what is wrong with a label for the reward in use ("": nothing). `limit` keeps the first rows only.
     Raises: `ConfigError` naming file, line and key of everything that is wrong.
     """
-    path, cut = split_path(key, spec)
+    source = split_data_path(key, spec)
+    path = source.file
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as problem:
         raise ConfigError(f"{key} {path}: cannot be read ({problem.strerror or problem}); give the path of a JSONL file") from problem
-    chosen = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][cut]
+    chosen = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][source.rows]
     if not chosen:
         why = "the slice selects no row" if any(line.strip() for line in lines) else "the file has no rows"
         raise ConfigError(
@@ -133,7 +121,7 @@ class PromptSet:
     """
 
     def __init__(self, key: str, spec: str, rows: Sequence[Row], encoder: PromptEncoder, *, max_tokens: int) -> None:
-        self.path, _ = split_path(key, spec)
+        self.path = split_data_path(key, spec).file
         self.rows = rows
         problems: list[Problem] = []
         pieces: list[IntArray] = []

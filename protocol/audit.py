@@ -10,15 +10,17 @@ from typing import cast
 
 import orjson
 
-from protocol.connection import Client
+from protocol.connection import Client, Script
 from protocol.errors import DecodeError
 from protocol.keys import Keys
 from protocol.messages import Event, JsonValue
 
+_EMIT = Script("protocol", "lua/emit.lua", flags="allow-oom")
+
 
 async def emit(client: Client, keys: Keys, op: str, fields: Mapping[str, JsonValue]) -> None:
-    """Append one event that no ledger script writes (engines, weights, evaluation)."""
-    await client.xadd(keys.audit, {"op": op, "d": orjson.dumps(dict(fields))})
+    """Append one event that no ledger script writes (engines, weights, evaluation). Raises: `RedisUnavailable`."""
+    await _EMIT(client, keys=[keys.audit], args=[op, orjson.dumps(dict(fields))])
 
 
 def event(entry_id: bytes, entry: Mapping[bytes, bytes]) -> Event:

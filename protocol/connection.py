@@ -7,9 +7,10 @@ jitter until the deadline of the connection. Past it the caller gets `RedisUnava
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeAlias, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import redis.asyncio as redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, RedisError
+from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -30,6 +31,8 @@ START_S = 10.0
 _REFUSED = (AuthenticationError, AuthorizationError)
 """Connection errors of redis-py that no retry mends."""
 _CONNECTION_FAULTS = (RedisConnectionError, RedisTimeoutError, OSError)
+_NO_WRITES = ("MISCONF", "NOREPLICAS")
+"""A server's words for: its disk or its replicas are in trouble, so it takes no writes now."""
 _BASE_S, _CAP_S = 0.05, 1.0
 _ATTEMPT_S = 5.0
 """An attempt to connect costs at most this, one to get a reply at least this or the deadline."""
@@ -165,28 +168,47 @@ async def check_server(client: Client, *, url: str) -> ServerFacts:
     )
 
 
+@contextlib.contextmanager
+def asking(what: str) -> Iterator[None]:
+    """Around a command to Redis: whatever mends itself or is mended at the server comes out as `RedisUnavailable`.
+
+    That is a connection that stays lost and a server that takes no writes now: at maxmemory, a replica after a failover, or in trouble with its disk.
+    """
+    try:
+        yield
+    except _CONNECTION_FAULTS as problem:
+        if _refused(problem):
+            raise ConfigError(f"{what}: {problem}; correct the user and password in redis.url") from problem
+        raise RedisUnavailable(f"{what}: Redis did not answer in time ({problem})") from problem
+    except OutOfMemoryError as problem:
+        raise RedisUnavailable(f"{what}: Redis is at maxmemory; raise it, or lower buffer.byte_budget") from problem
+    except ResponseError as problem:
+        if isinstance(problem, ReadOnlyError) or str(problem).startswith(_NO_WRITES):
+            raise RedisUnavailable(f"{what}: Redis takes no writes now ({problem})") from problem
+        raise
+
+
 class Script:
     """A Lua script: `await script(client, keys=[…], args=[…])`.
 
     Loaded by digest, sent whole when the server does not know it. The source is a file of a package, after the files of `prelude`.
-    Raises: `RedisUnavailable` once the client's retries are spent. Replies of the script itself are the caller's to read.
+    `flags` are the server's: "allow-oom" lets a script work at maxmemory, which is for those that free memory or add little and keep a daemon alive to free
+    it (rule L1).
+    Raises: `RedisUnavailable` once the client's retries are spent, or if the server takes no writes. Replies of the script itself are the caller's to read.
     """
 
-    def __init__(self, package: str, name: str, *, prelude: Sequence[str] = ()) -> None:
+    def __init__(self, package: str, name: str, *, prelude: Sequence[str] = (), flags: str = "") -> None:
         folder = resources.files(package)
         self.name = name
-        self.source = "\n".join((folder / part).read_text("utf-8") for part in (*prelude, name))
+        head = [f"#!lua flags={flags}"] if flags else []
+        self.source = "\n".join((*head, *((folder / part).read_text("utf-8") for part in (*prelude, name))))
         self._sha: str | None = None
 
     async def __call__(self, client: Client, *, keys: Sequence[str], args: Sequence[str | int | float | bytes] = ()) -> Any:
         if self._sha is None:
             self._sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
-        try:
+        with asking(self.name):
             try:
                 return await client.evalsha(self._sha, len(keys), *keys, *args)  # type: ignore[no-untyped-call, unused-ignore]
             except NoScriptError:
                 return await client.eval(self.source, len(keys), *keys, *args)  # type: ignore[no-untyped-call, unused-ignore]
-        except _CONNECTION_FAULTS as problem:
-            if _refused(problem):
-                raise ConfigError(f"{self.name}: {problem}; correct the user and password in redis.url") from problem
-            raise RedisUnavailable(f"{self.name}: Redis did not answer in time ({problem})") from problem

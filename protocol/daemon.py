@@ -19,9 +19,11 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_TRY_AGAIN, ConfigError, RollstreamError
+from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_REPLACED, EXIT_TRY_AGAIN, ConfigError, RedisUnreachable, RollstreamError
 
 _LOG = logging.getLogger(__name__)
+SUPERVISED = "ROLLSTREAM_SUPERVISED"
+"""Set for a child whose parent knows that redis.url is right: a Redis that does not answer at its start is an outage then, not a wrong address."""
 
 
 def arguments(prog: str, description: str) -> argparse.ArgumentParser:
@@ -33,7 +35,7 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def run_daemon(role: str, body: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Run `body(stop)` under uvloop and return the exit code: 0 drained, 1 fault, 2 bad configuration, 75 try again.
+    """Run `body(stop)` under uvloop and return the exit code: 0 drained, 1 fault, 2 bad configuration, 3 replaced, 75 try again.
 
     SIGTERM and SIGINT set `stop`; the body then drains to its own deadline and returns. A second signal ends the process at once, with exit code 1.
     """
@@ -71,19 +73,22 @@ async def _with_signals(body: Callable[[asyncio.Event], Awaitable[None]]) -> Non
 def _report(role: str, problem: RollstreamError) -> int:
     sys.stderr.write(f"{role}: {problem}\n")
     _LOG.debug("traceback", exc_info=problem)
+    if isinstance(problem, RedisUnreachable) and os.environ.get(SUPERVISED):
+        return EXIT_TRY_AGAIN
     return problem.exit_code
 
 
 def _ours(problem: BaseException) -> RollstreamError | None:
     """The error of ours that decides the exit code; None if there is a foreign fault, or none of ours at all.
 
-    Of several it is the one a person must mend, then a fault, then one that waiting may cure; cancellations beside it count for nothing.
+    Of several it is the one a person must mend, then that another took our place, then a fault, then one that waiting may cure; cancellations beside it count
+    for nothing.
     """
     leaves = _leaves(problem)
     ours = [leaf for leaf in leaves if isinstance(leaf, RollstreamError)]
     if any(not isinstance(leaf, RollstreamError | asyncio.CancelledError) for leaf in leaves):
         return None
-    order = (EXIT_CONFIG, EXIT_FAULT, EXIT_TRY_AGAIN)
+    order = (EXIT_CONFIG, EXIT_REPLACED, EXIT_FAULT, EXIT_TRY_AGAIN)
     return min(ours, key=lambda leaf: order.index(leaf.exit_code), default=None)
 
 

@@ -16,17 +16,18 @@
     │   └── SchemaTooNew                         written by a newer major version of rollstream; exit 2
     ├── LedgerError
     │   ├── SlotLost                             the slot expired or was given away; drop the group
-    │   ├── Fenced                               a newer trainer is attached; stop
+    │   ├── Fenced                      exit 3   a newer trainer is attached; stop, and stay away
     │   ├── RunEnded                             the run drains; give slots back and end in good order
     │   ├── PayloadTooLarge                      over the bytes charged at reserve; a failed attempt
     │   ├── PayloadLost                          a leased payload is gone or damaged
     │   └── StepOrder                            a step or chunk out of order: a bug in the caller
     ├── SampleFailed                             one generation failed; retry that sample on another engine
+    │   └── SampleAborted                            its engine ended it on purpose, for an update or a stop; not a failed attempt
     └── WeightError
         ├── ManifestError                        a manifest or weight file that must not be loaded; names the tensor
         │   └── VersionGone                          its files were collected: look for a newer version
         ├── ApplyFailed                          an engine did not take a version; it is unfit until it does
-        └── Superseded                           a newer process registered this engine id; stop
+        └── Superseded                  exit 3   a newer process registered this engine id; stop, and stay away
 
 Failure of one rollout is a value (`Reason`), not an exception through the producer.
 """
@@ -36,6 +37,8 @@ from __future__ import annotations
 EXIT_DRAINED = 0
 EXIT_FAULT = 1
 EXIT_CONFIG = 2
+EXIT_REPLACED = 3
+"""Another process has this one's place: whoever starts it again takes the place back, and the other will answer in kind."""
 EXIT_TRY_AGAIN = 75
 
 
@@ -117,6 +120,8 @@ class SlotLost(LedgerError):
 class Fenced(LedgerError):
     """A newer incarnation of the trainer is attached. This one must stop and change nothing."""
 
+    exit_code = EXIT_REPLACED
+
 
 class RunEnded(LedgerError):
     """The run is draining: no more slots are handed out."""
@@ -142,6 +147,10 @@ class SampleFailed(RollstreamError):
     """One generation did not give a usable rollout. Retry that sample on another engine."""
 
 
+class SampleAborted(SampleFailed):
+    """An engine ended one generation on purpose: it takes an update, or stops. Nothing is wrong with the sample; ask again, and count no failure."""
+
+
 class WeightError(RollstreamError):
     """The weight channel refused something."""
 
@@ -160,3 +169,5 @@ class ApplyFailed(WeightError):
 
 class Superseded(WeightError):
     """A newer process registered this engine id, or holds its reconciler lock. This one must stop and change nothing."""
+
+    exit_code = EXIT_REPLACED

@@ -19,8 +19,18 @@ from protocol.messages import JsonValue, Rollout, RolloutGroup, Span
 from protocol.versions import Version
 
 _KIND = "rollout_group"
+_TOKEN_BYTES, _SPAN_BYTES = 4 + 1 + 4, 5 * 4
+_ROLLOUT_BYTES = 256
+"""Upper bound of what a rollout adds to the payload beside its arrays: reward, finish reason, engine id (bounded), map keys."""
+_GROUP_BYTES = 1024
 _TEXT = reader(str)
 _METADATA = reader(get_type_hints(Rollout)["metadata"])
+
+
+def payload_bound(*, group_size: int, prompt_tokens: int, new_tokens: int) -> int:
+    """Bytes that no payload of a group exceeds (rule P3): every token in arrays, every sampled token in a span of its own."""
+    rollout = (prompt_tokens + new_tokens) * _TOKEN_BYTES + new_tokens * _SPAN_BYTES + _ROLLOUT_BYTES
+    return _GROUP_BYTES + group_size * rollout
 
 
 def encode_group(group: RolloutGroup, *, compress: bool = False) -> bytes:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+import orjson
 import xxhash
 
 from protocol.codec import SCHEMA
 from protocol.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
-from protocol.errors import ConfigError, IdentityMismatch
+from protocol.data_path import split_data_path
+from protocol.errors import ConfigError, DecodeError, IdentityMismatch, SchemaTooNew
+from protocol.fields import reader
 
-_PIECE_BYTES = 1 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -26,6 +29,21 @@ class RunIdentity:
     """xxh3-128 of the file's bytes, and the slice."""
     tokenizer: str
     """xxh3-128 of the tokenizer's files."""
+
+    @classmethod
+    def read(cls, raw: bytes, *, run: str) -> RunIdentity:
+        """The identity a run was created with. Fields this process does not know are a newer minor schema's, and ignored.
+
+        Raises: `SchemaTooNew` for a run of a newer major; `DecodeError` naming the field.
+        """
+        try:
+            facts = orjson.loads(raw)
+            major = facts["schema_major"]
+        except (ValueError, TypeError, KeyError) as problem:
+            raise DecodeError(f"identity of run {run!r}", f"not what a run is created with ({problem})") from problem
+        if type(major) is int and major > SCHEMA[0]:
+            raise SchemaTooNew(f"run {run!r} was created with schema {major}.x, this process reads up to {SCHEMA[0]}.x: upgrade rollstream here")
+        return cast("RunIdentity", reader(cls)(facts, f"identity of run {run!r}"))
 
     def check(self, joining: RunIdentity, *, run: str) -> None:
         """Raises: `IdentityMismatch` naming every difference."""
@@ -50,10 +68,9 @@ def identify(run: RunConfig, model: ModelConfig, data: DataConfig, rollout: Roll
 
     Raises: `ConfigError` naming the key whose file is missing.
     """
-    path, bracket, cut = data.path.partition("[")
-    source = Path(path)
-    if not source.is_file():
-        raise ConfigError(f"data.path {path}: no such file")
+    source = split_data_path("data.path", data.path)
+    if not source.file.is_file():
+        raise ConfigError(f"data.path {source.file}: no such file")
     folder = Path(model.path)
     if not folder.is_dir():
         raise ConfigError(f"model.path {model.path}: no such folder; give a folder with config.json, tokenizer.json and safetensors weights")
@@ -67,18 +84,32 @@ def identify(run: RunConfig, model: ModelConfig, data: DataConfig, rollout: Roll
         schema_major=SCHEMA[0],
         seed=run.seed,
         group_size=rollout.group_size,
-        dataset=_file_digest(source) + bracket + cut,
+        dataset=_file_digest(source.file) + source.written,
         tokenizer=tokenizer.hexdigest(),
     )
 
 
 def _file_digest(path: Path) -> str:
-    """In pieces: a data set may be larger than memory."""
-    digest = xxhash.xxh3_128()
+    """Line by line: a data set may be larger than memory. A run is never created for a file that no producer could read; what a row must hold, they check."""
+    digest, rows = xxhash.xxh3_128(), 0
     try:
         with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                digest.update(piece)
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                if line.strip():
+                    rows += 1
+                    _check_row(path, number, line)
     except OSError as problem:
         raise ConfigError(f"data.path {path}: cannot be read ({problem.strerror})") from problem
+    if not rows:
+        raise ConfigError(f"data.path {path}: is empty; give one JSON object a line")
     return digest.hexdigest()
+
+
+def _check_row(path: Path, number: int, line: bytes) -> None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as problem:
+        raise ConfigError(f"{path}:{number}: not valid JSON ({problem}); correct or remove the line") from problem
+    if not isinstance(row, dict):
+        raise ConfigError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}; correct or remove the line")

@@ -79,7 +79,7 @@ class Keys:
 
     @property
     def pauses(self) -> str:
-        """Hash: which engines may be paused now, who waits for it, and the fencing counter."""
+        """Hash: which engines may be paused now, and who waits for it."""
         return self.key("weights:pauses")
 
     # presence of producers and trainers

@@ -65,6 +65,8 @@ class Edge(StrEnum):
     NO_BUDGET = "no budget"
     NO_GROUP = "no group"
     NO_TRAINER = "no trainer"
+    FIRST_EVALUATION = "first evaluation"
+    """Nothing is generated for training before it is recorded."""
 
 
 class EngineState(StrEnum):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from protocol.codec import decode, encode
 from protocol.connection import Client, Script
+from protocol.errors import WireError
 from protocol.keys import Keys
+
+_LOG = logging.getLogger(__name__)
 
 Status = TypeVar("Status")
 TTL_S = 10.0
 """A member that has not renewed for this long is gone; renew about four times as often."""
-_BEAT = Script("protocol", "lua/presence_beat.lua")
-_LIST = Script("protocol", "lua/presence_list.lua")
+_BEAT = Script("protocol", "lua/presence_beat.lua", flags="allow-oom")
+_LIST = Script("protocol", "lua/presence_list.lua", flags="allow-oom")
 
 
 class Presence(Generic[Status]):
@@ -31,5 +36,16 @@ class Presence(Generic[Status]):
         await _BEAT(self._client, keys=self._keys, args=[member, b"", 0])
 
     async def members(self) -> list[Status]:
-        """Everyone who is here now."""
-        return [decode(self._status_type, raw) for raw in await _LIST(self._client, keys=self._keys)]
+        """Everyone who is here now; but for who speaks another language."""
+        return decode_known(self._status_type, await _LIST(self._client, keys=self._keys))
+
+
+def decode_known(status_type: type[Status], frames: Sequence[bytes]) -> list[Status]:
+    """The statuses that can be read. One that cannot (a newer schema, or not ours) must not stop those who only look around; it is told in the log."""
+    found = []
+    for raw in frames:
+        try:
+            found.append(decode(status_type, raw))
+        except WireError as problem:
+            _LOG.warning("passed over: %s", problem)
+    return found

@@ -18,14 +18,13 @@ from protocol.errors import Fenced, ManifestError, StepOrder, WeightError
 from protocol.keys import Keys
 from protocol.messages import EngineId, Manifest
 from protocol.versions import Version
-from weightsync.claim import PIN_S, Claim
+from weightsync.claim import FLAGS, Claim
 from weightsync.store import DirectoryStore
 
 _PRELUDE = ("lua/common.lua",)
-_PUBLISH = Script("weightsync", "lua/publish.lua", prelude=_PRELUDE)
-_PIN = Script("weightsync", "lua/pin.lua", prelude=_PRELUDE)
-_COLLECT = Script("weightsync", "lua/collect.lua", prelude=_PRELUDE)
-_READ = Script("weightsync", "lua/read.lua")
+_PUBLISH = Script("weightsync", "lua/publish.lua", prelude=_PRELUDE, flags=FLAGS)
+_COLLECT = Script("weightsync", "lua/collect.lua", prelude=_PRELUDE, flags=FLAGS)
+_READ = Script("weightsync", "lua/read.lua", flags="no-writes")
 
 
 class Channel:
@@ -58,7 +57,7 @@ class Channel:
             raise WeightError(f"publish of {version}: the newest version is {seen}, and the pointer moves forward only")
 
     async def newest(self) -> Manifest | None:
-        """The newest version; None before the first. To load it, `pin` it instead."""
+        """The newest version; None before the first. Nothing holds its files: a reconciler's `Claim.look` pins what it may take."""
         raw = await self._read("newest")
         return None if raw is None else decode(Manifest, raw)
 
@@ -66,23 +65,10 @@ class Channel:
         raw = await self._read("newest-version")
         return None if raw is None else Version.parse(raw.decode())
 
-    async def manifest(self, version: Version) -> Manifest | None:
-        """A version that is still kept."""
-        raw = await self._read(f"manifest:{version}")
-        return None if raw is None else decode(Manifest, raw)
-
     async def versions(self) -> tuple[Version, ...]:
         """Versions kept, oldest first."""
         names = (field.decode().partition("manifest:") for field in await self._read("fields"))
         return tuple(sorted(Version.parse(version) for before, found, version in names if found and not before))
-
-    async def pin(self, holder: str, *, ttl_s: float = PIN_S) -> Manifest | None:
-        """The newest version, held against deletion in the same step until `unpin`, another `pin` of this holder, or `ttl_s`."""
-        raw = await _PIN(self._client, keys=[self._keys.weights, self._keys.weight_pins], args=[holder, max(1, int(ttl_s * 1000))])
-        return None if raw is None else decode(Manifest, raw)
-
-    async def unpin(self, holder: str) -> None:
-        await _PIN(self._client, keys=[self._keys.weights, self._keys.weight_pins], args=[holder, 0])
 
     def claim(self, engine_id: EngineId, boot_nonce: str) -> Claim:
         """The standing of a new reconciler of this engine."""

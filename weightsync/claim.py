@@ -22,11 +22,13 @@ LOCK_S = 5.0
 """A reconciler that has not looked for so long has lost its lock; it looks at every wake-up and at least every second."""
 CLAIM_S = 3.0
 """A place in the line for a pause is kept so long without asking again."""
+FLAGS = "allow-oom"
+"""Of every script of the weight channel: what each adds is small and bounded, and a run at maxmemory drains only while its engines live (rule L1)."""
 _PRELUDE = ("lua/common.lua",)
-_LOOK = Script("weightsync", "lua/look.lua", prelude=_PRELUDE)
-_PAUSE = Script("weightsync", "lua/pause.lua", prelude=_PRELUDE)
-_RESUME = Script("weightsync", "lua/resume.lua")
-_UNLOCK = Script("weightsync", "lua/unlock.lua")
+_LOOK = Script("weightsync", "lua/look.lua", prelude=_PRELUDE, flags=FLAGS)
+_PAUSE = Script("weightsync", "lua/pause.lua", prelude=_PRELUDE, flags=FLAGS)
+_RESUME = Script("weightsync", "lua/resume.lua", flags=FLAGS)
+_UNLOCK = Script("weightsync", "lua/unlock.lua", flags=FLAGS)
 
 
 @dataclass(frozen=True, slots=True)

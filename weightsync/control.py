@@ -47,23 +47,9 @@ class EngineControl:
     async def model_info(self, *, deadline_s: float = CALL_S) -> Mapping[str, Any]:
         return await self._call("GET", "/model_info", None, deadline_s)
 
-    async def server_info(self, *, deadline_s: float = CALL_S) -> Mapping[str, Any]:
-        return await self._call("GET", "/server_info", None, deadline_s)
-
     async def weight_version(self, *, deadline_s: float = CALL_S) -> str:
         """The version the engine says it serves; the boot nonce before the first update."""
         return str((await self.model_info(deadline_s=deadline_s)).get("weight_version", ""))
-
-    async def ready(self, *, deadline_s: float = CALL_S) -> bool:
-        """Whether it would answer a request now. Engines without `/ready` are asked for `/model_info`."""
-        try:
-            async with self._session.get(f"{self.url}/ready", headers=self._headers, timeout=aiohttp.ClientTimeout(total=deadline_s)) as answer:
-                if answer.status != 404:
-                    return answer.status == 200
-            await self.model_info(deadline_s=deadline_s)
-        except (aiohttp.ClientError, OSError, TimeoutError, EngineUnavailable, ApplyFailed):
-            return False
-        return True
 
     async def abort_all(self, *, deadline_s: float = CALL_S) -> None:
         """End every running request with what it has so far."""

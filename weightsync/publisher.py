@@ -10,9 +10,9 @@ import contextlib
 import logging
 import time
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
-from protocol.errors import RollstreamError, WeightError
+from protocol.errors import WeightError
 from protocol.messages import Manifest
 from weightsync.channel import Channel
 from weightsync.snapshot import Snapshot
@@ -27,8 +27,8 @@ class Publisher:
     """`async with Publisher(channel, store) as publisher: publisher.submit(snapshot, incarnation)`.
 
     consumes: snapshots / produces: durable versions and the pointer to them / waits for: the disk and Redis.
-    A write that fails for lack of disk is tried again until a newer snapshot takes its place; an error of ours (`Fenced`, say) is final and is raised by the
-    next `submit` or `drain`.
+    A write that fails for lack of disk is tried again until a newer snapshot takes its place. Any other error (`Fenced`, say, or a bug) is final: `failed`
+    raises it at once, `submit` and `drain` from then on. A run whose publisher is gone soon waits for ever for a version, so somebody must await `failed`.
     """
 
     def __init__(self, channel: Channel, store: DirectoryStore, *, keep: int = 2) -> None:
@@ -40,7 +40,7 @@ class Publisher:
         self._closing = False
         self._changed = asyncio.Condition()
         self._work = asyncio.Event()
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
         self.published: Manifest | None = None
         """The newest version this publisher made visible."""
@@ -73,10 +73,7 @@ class Publisher:
 
     def submit(self, snapshot: Snapshot, incarnation: int) -> None:
         """Publish `snapshot` soon, after `trained` was acknowledged for its step. Never waits. Raises what ended the publisher before."""
-        if self._error is not None:
-            raise self._error
-        if self._task is None:
-            raise WeightError("this publisher is not running: use it as `async with Publisher(...)`")
+        self._check()
         self._pending = (snapshot, incarnation)
         self._work.set()
 
@@ -90,14 +87,27 @@ class Publisher:
 
         Raises: `WeightError` at the deadline; what ended the publisher.
         """
+        self._check()
         try:
             async with asyncio.timeout(deadline_s), self._changed:
                 await self._changed.wait_for(lambda: self._error is not None or not self.busy)
         except TimeoutError as problem:
             why = f": {self.trouble}" if self.trouble else ""
             raise WeightError(f"a version was not published within {deadline_s:.0f} s{why}") from problem
+        self._check()
+
+    async def failed(self) -> NoReturn:
+        """Raise what ends the publisher, when it does. Waits for ever while all is well."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._error is not None)
+        self._check()
+        raise AssertionError
+
+    def _check(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._task is None or self._task.done():
+            raise WeightError("this publisher is not running: use it as `async with Publisher(...)`")
 
     async def _run(self) -> None:
         while not self._closing:
@@ -107,7 +117,7 @@ class Publisher:
                 (snapshot, incarnation), self._pending, self._running = self._pending, None, True
                 try:
                     await self._publish(snapshot, incarnation)
-                except RollstreamError as problem:
+                except Exception as problem:  # noqa: BLE001 - kept, and raised by `failed`, `submit` and `drain`
                     self._error = problem
                 finally:
                     self._running = False

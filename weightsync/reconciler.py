@@ -20,7 +20,7 @@ from protocol.messages import EngineId, EngineState, Manifest
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups
 from weightsync.channel import Channel
-from weightsync.claim import Locked
+from weightsync.claim import LOCK_S, Locked
 from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
 from weightsync.reconcile import Apply, Core, Pause, Prepare, Sight, Wait
@@ -90,6 +90,7 @@ class Reconciler:
         try:
             while True:
                 mark = self._wakeups.mark(Topic.WEIGHTS, Topic.ENGINES)
+                locked_until = time.monotonic() + LOCK_S
                 seen = await self._claim.look(self._manifest.version if self._manifest else None)
                 if isinstance(seen, Locked):
                     mine = False
@@ -97,8 +98,7 @@ class Reconciler:
                     await self._wakeups.wait(Topic.ENGINES, since=mark, timeout_s=min(seen.for_s, RECHECK_S))
                     continue
                 if not mine and seen.state is not None:
-                    mine = True
-                    await self._take_over(seen.state)
+                    mine = await self._take_over(seen.state, locked_until - _MARGIN_S)
                     continue
                 if seen.manifest is not None:
                     self._manifest = seen.manifest
@@ -110,12 +110,18 @@ class Reconciler:
         finally:
             await _finish(self._claim.release())
 
-    async def _take_over(self, state: EngineState) -> None:
-        """Whoever had the engine before may have left it half-updated: off the routes until the newest version is applied in full (rule W1)."""
+    async def _take_over(self, state: EngineState, end: float) -> bool:
+        """Whoever had the engine before may have left it half-updated: off the routes until the newest version is applied in full (rule W1).
+
+        False: so much of the lock was used up before the engine could be asked that it must be renewed first.
+        """
         if state is EngineState.ROUTABLE:
             await self._registry.mark_unfit(self._engine_id, self._boot_nonce, "its reconciler was replaced")
+        if _left(end) <= 0:
+            return False
         with contextlib.suppress(*_REFUSALS):
-            await self._control.end_session(deadline_s=RESUME_S)
+            await self._control.end_session(deadline_s=_left(end))
+        return True
 
     async def _work(self) -> Wait:
         """Do what the core says until it waits."""

@@ -9,30 +9,36 @@ known id is a new engine: it starts at STARTING with no version, and the old boo
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from typing import Any
 
 import orjson
 
 from protocol.audit import emit
-from protocol.codec import decode, encode
+from protocol.codec import encode
 from protocol.connection import Client, Script
 from protocol.errors import Superseded, WeightError
 from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus
+from protocol.presence import decode_known
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups
-from weightsync.claim import PIN_S
+from weightsync.claim import FLAGS, PIN_S
 
-TTL_S = 5.0
+TTL_S = 10.0
 """An engine whose host has not sent a beat for so long is gone; beat every `BEAT_S`."""
 BEAT_S = 1.0
+_BACK_S = 30.0
+"""An engine that vanished without leaving is expected back for so long: a supervisor restarts it, and it loads its model."""
+ACK_ROUNDS = 3
+"""A run's end waits for so many engines one after the other; more would hold it up for what the next life repairs."""
 _PRELUDE = ("lua/common.lua",)
-_BEAT = Script("weightsync", "lua/beat.lua", prelude=_PRELUDE)
-_ACK = Script("weightsync", "lua/ack.lua", prelude=_PRELUDE)
-_UNFIT = Script("weightsync", "lua/unfit.lua", prelude=_PRELUDE)
-_LEAVE = Script("weightsync", "lua/leave.lua", prelude=_PRELUDE)
-_LIST = Script("weightsync", "lua/list.lua", prelude=_PRELUDE)
+_BEAT = Script("weightsync", "lua/beat.lua", prelude=_PRELUDE, flags=FLAGS)
+_ACK = Script("weightsync", "lua/ack.lua", prelude=_PRELUDE, flags=FLAGS)
+_UNFIT = Script("weightsync", "lua/unfit.lua", prelude=_PRELUDE, flags=FLAGS)
+_LEAVE = Script("weightsync", "lua/leave.lua", prelude=_PRELUDE, flags=FLAGS)
+_LIST = Script("weightsync", "lua/list.lua", prelude=_PRELUDE, flags=FLAGS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,23 +120,37 @@ class Registry:
         """The engines that may be asked now, by id; each has a version."""
         return await self._list(routable=True)
 
-    async def wait_acks(self, version: Version, wakeups: Wakeups, *, deadline_s: float) -> tuple[EngineId, ...]:
-        """Return once every live engine serves `version` or newer, or at the deadline; those that do not are the answer. An unfit one is waited for."""
-        end = time.monotonic() + deadline_s
+    async def wait_acks(self, version: Version, wakeups: Wakeups, *, apply_s: float, most_paused: int) -> tuple[EngineId, ...]:
+        """Return once every live engine serves `version` or newer, or at the deadline; those that do not are the answer.
+
+        An unfit engine is waited for, and one that vanishes meanwhile without leaving, for the time of a restart. The deadline gives each engine `apply_s`,
+        `most_paused` of them at once, up to `ACK_ROUNDS` of these.
+        """
+        started = time.monotonic()
+        vanished: dict[EngineId, float] = {}
+        before: set[EngineId] = set()
+        rounds = 1
         while True:
             mark = wakeups.mark(Topic.ENGINES)
-            live = [engine for engine in await self.engines() if engine.state is not EngineState.LEAVING]
-            behind = tuple(e.engine_id for e in live if e.state is not EngineState.ROUTABLE or e.version is None or e.version < version)
-            left_s = end - time.monotonic()
+            engines, now = await self.engines(), time.monotonic()
+            here = {engine.engine_id for engine in engines}
+            vanished = {one: since for one, since in vanished.items() if one not in here} | dict.fromkeys(before - here, now)
+            live = [engine for engine in engines if engine.state is not EngineState.LEAVING]
+            before = {engine.engine_id for engine in live}
+            rounds = max(rounds, min(ACK_ROUNDS, math.ceil(len(live) / most_paused)))
+            behind = [e.engine_id for e in live if e.state is not EngineState.ROUTABLE or e.version is None or e.version < version]
+            behind += [one for one, since in vanished.items() if now - since < _BACK_S]
+            left_s = started + rounds * apply_s - now
             if not behind or left_s <= 0:
-                return behind
+                return tuple(behind)
             await wakeups.wait(Topic.ENGINES, since=mark, timeout_s=min(left_s, RECHECK_S))
 
     async def _list(self, *, routable: bool) -> list[EngineStatus]:
         keys = self._keys
         names = [keys.engines, keys.engine_facts, keys.routable, keys.audit, keys.wakeups]
         raw = await _LIST(self._client, keys=names, args=["1" if routable else "0"])
-        found = [_merge(decode(EngineStatus, status), orjson.loads(facts)) for status, facts in zip(raw[::2], raw[1::2], strict=True)]
+        pairs = zip(raw[::2], raw[1::2], strict=True)
+        found = [_merge(known, orjson.loads(facts)) for status, facts in pairs for known in decode_known(EngineStatus, [status])]
         return sorted(found, key=lambda status: status.engine_id)
 
 

@@ -22,6 +22,7 @@ import psutil
 import xxhash
 
 from protocol.codec import to_json
+from protocol.durable import make_folder, sync_folder, write_file
 from protocol.errors import ManifestError, VersionGone
 from protocol.messages import Manifest, TensorEntry
 from protocol.versions import Version
@@ -58,7 +59,7 @@ class DirectoryStore:
 
         Raises: `ManifestError` if the version is there with other weights; `OSError` (disk full); either way nothing becomes visible.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.folder, mode=0o700)
         manifest = self._describe(snapshot)
         target = self.path(snapshot.version)
         temporary = self.folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -225,20 +226,14 @@ class DirectoryStore:
         return target
 
     def _write_file(self, path: Path, content: bytes) -> None:
-        with path.open("xb") as file:
-            file.write(content)
-            if self.durable:
-                file.flush()
-                os.fsync(file.fileno())
+        if self.durable:
+            write_file(path, content)
+        else:
+            path.write_bytes(content)
 
     def _sync(self, folder: Path) -> None:
-        if not self.durable:
-            return
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        if self.durable:
+            sync_folder(folder)
 
 
 def _is_asset(path: Path) -> bool:

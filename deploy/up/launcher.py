@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -16,7 +17,7 @@ from deploy.up.process import ChildProcess
 from deploy.up.records import Record, read_records, write_records
 from deploy.up.resources import Resources, measure
 from deploy.up.supervisor import STOP_ORDER, Child, Command, Finish, Kill, Life, Policy, Role, Settle, Start, Supervisor, Terminate
-from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_TRY_AGAIN, RedisUnavailable, RollstreamError
+from protocol.errors import EXIT_DRAINED, EXIT_FAULT, RedisUnavailable, RollstreamError
 
 _LOG = logging.getLogger(__name__)
 _SAMPLE_S = 5.0
@@ -46,7 +47,7 @@ class Hooks:
     drained: Callable[[], Awaitable[bool]]
     """Whether the run has been declared at its end: the verdict on an adopted process, whose exit code nobody can learn."""
     settle: Callable[[], Awaitable[None]]
-    """Everyone but Redis has left: write the summary."""
+    """Everyone but Redis has left: write the summary. May be cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,15 @@ class _Exited:
     child: Child
     code: int
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _NotStarted:
+    """It could not be started (`code`), or has nothing to do at present (None)."""
+
+    child: Child
+    code: int | None
+    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,12 @@ class Launcher:
         self._records: dict[Child, Record] = {}
         self._log_offsets: dict[Child, int] = {}
         self._found: dict[Child, tuple[Record, ChildProcess]] = {}
-        self._events: asyncio.Queue[_Exited | _StopAsked | _Settled] = asyncio.Queue(maxsize=1024)
+        self._starting: dict[Child, asyncio.Task[None]] = {}
+        """On their way: what they need is being asked for, and nobody else waits meanwhile."""
+        self._settling: asyncio.Task[None] | None = None
+        self._unwritten = False
+        """`processes.json` is older than what runs."""
+        self._events: asyncio.Queue[_Exited | _NotStarted | _StopAsked | _Settled] = asyncio.Queue(maxsize=1024)
         self._resources: Resources | None = None
         self.notes: deque[tuple[float, str]] = deque(maxlen=50)
         """What happened to processes, newest last, for the live view."""
@@ -165,6 +180,16 @@ class Launcher:
         self._note(f"{child} of an earlier start is ended (pid {process.identity.pid})")
         await _end(process)
 
+    async def retreat(self) -> None:
+        """This was not ours to touch: end what was started here, and let go of what was found."""
+        for process in self._processes.values():
+            if process.adopted:
+                process.close()
+            elif process.open:
+                await _end(process)
+        for _, process in self._found.values():
+            process.close()
+
     async def abandon(self) -> None:
         """End everything that was started or adopted: the run did not come to be, or we have a bug."""
         processes = [*self._processes.items(), *((child, process) for child, (_, process) in self._found.items())]
@@ -183,10 +208,12 @@ class Launcher:
             for child in self._processes:
                 group.create_task(self._watch(child), name=f"up:watch-{child}")
             commands = self._core.begin(time.monotonic(), running=list(self._processes))
-            while not (finish := await self._carry_out(commands, group)):
+            while not (finish := self._carry_out(commands, group)):
                 commands = await self._next()
             sampler.cancel()
-        self._resources.write()
+            if self._settling is not None:
+                self._settling.cancel()
+        self._keep_resources()
         return finish
 
     async def _next(self) -> list[Command]:
@@ -203,46 +230,61 @@ class Launcher:
                 return self._core.stop(now)
             case _Settled(failure):
                 return self._core.settled(now, failure=failure)
+            case _NotStarted(child, code, message):
+                return self._not_started(child, code, message, now)
             case _Exited(child, code, message):
-                commands = self._core.exited(child, code, now, message=message)
-                self._tell_exit(child, code)
-                return commands
+                return self._exited(child, code, message, now)
 
-    async def _carry_out(self, commands: list[Command], group: asyncio.TaskGroup) -> Finish | None:
+    def _not_started(self, child: Child, code: int | None, message: str, now: float) -> list[Command]:
+        if self._starting.pop(child, None) is None:
+            return []  # it was called off in the meantime
+        if code is not None:
+            return self._exited(child, code, message, now)
+        self._core.hold(child, now)
+        return []
+
+    def _exited(self, child: Child, code: int, message: str, now: float) -> list[Command]:
+        commands = self._core.exited(child, code, now, message=message)
+        self._tell_exit(child, code)
+        return commands
+
+    def _carry_out(self, commands: list[Command], group: asyncio.TaskGroup) -> Finish | None:
         for command in commands:
             match command:
-                case Start(child) if await self._has_nothing_to_do(child):
-                    self._core.hold(child, time.monotonic())
                 case Start(child):
-                    try:
-                        await self._start(child)
-                    except (OSError, RollstreamError) as problem:
-                        code = problem.exit_code if isinstance(problem, RollstreamError) else EXIT_FAULT
-                        self._events.put_nowait(_Exited(child, code, f"cannot be started: {problem}"))
-                    else:
-                        group.create_task(self._watch(child), name=f"up:watch-{child}")
+                    self._starting[child] = group.create_task(self._bring_up(child, group), name=f"up:start-{child}")
+                case Terminate(child) | Kill(child) if child in self._starting:
+                    self._starting.pop(child).cancel()
+                    self._events.put_nowait(_Exited(child, -signal.SIGTERM, "called off before it was started"))
                 case Terminate(child):
                     self._processes[child].terminate()
                 case Kill(child):
                     self._note(f"{child} is killed")
                     self._processes[child].kill()
                 case Settle():
-                    group.create_task(self._settle(), name="up:settle")
+                    self._settling = group.create_task(self._settle(), name="up:settle")
                 case Finish():
                     return command
         return None
+
+    async def _bring_up(self, child: Child, group: asyncio.TaskGroup) -> None:
+        """Start it and have it watched. Nothing waits between the start of the process and its watch, so calling off leaves none behind."""
+        try:
+            if await self._has_nothing_to_do(child):
+                await self._events.put(_NotStarted(child, None))
+                return
+            await self._start(child)
+        except (OSError, RollstreamError) as problem:
+            code = problem.exit_code if isinstance(problem, RollstreamError) else EXIT_FAULT
+            await self._events.put(_NotStarted(child, code, f"cannot be started: {problem}"))
+            return
+        del self._starting[child]
+        group.create_task(self._watch(child), name=f"up:watch-{child}")
 
     async def _has_nothing_to_do(self, child: Child) -> bool:
         """While a run drains, a producer would only come to leave again, and so would an engine that has left."""
         idle = child.role is Role.PRODUCER or (child.role is Role.ENGINE and self._core.lives[child].code == EXIT_DRAINED)
         return idle and await self._hooks.drained()
-
-    async def _redis_is_there(self) -> bool:
-        try:
-            await self._hooks.redis_answers()
-        except RedisUnavailable:
-            return False
-        return True
 
     async def _start(self, child: Child) -> None:
         command = self._plan.argv(child)
@@ -262,7 +304,24 @@ class Launcher:
     def _install(self, child: Child, process: ChildProcess, record: Record) -> None:
         self._processes[child] = process
         self._records[child] = record
-        write_records(self._folder, [*self._records.values(), *(found for found, _ in self._found.values())], redis_url=self._redis_url)
+        self._keep_records()
+
+    def _keep_records(self) -> None:
+        """A disk that is full must not end a run; tried again until it is written."""
+        try:
+            write_records(self._folder, [*self._records.values(), *(found for found, _ in self._found.values())], redis_url=self._redis_url)
+        except OSError as problem:
+            self._unwritten = True
+            _LOG.warning("processes.json was not written (%s): until it is, a later `rollstream up --resume` will not find all that runs now", problem)
+        else:
+            self._unwritten = False
+
+    def _keep_resources(self) -> None:
+        if self._resources is not None:
+            try:
+                self._resources.write()
+            except OSError as problem:
+                _LOG.warning("resources.json was not written: %s", problem)
 
     async def _watch(self, child: Child) -> None:
         process = self._processes[child]
@@ -271,8 +330,6 @@ class Launcher:
         if code is None:
             in_order = self._core.ending if child.role is Role.REDIS else await self._hooks.drained()
             code = EXIT_DRAINED if in_order else EXIT_FAULT
-        if code == EXIT_CONFIG and not await self._redis_is_there():
-            code = EXIT_TRY_AGAIN  # to a process that starts, an outage looks like a wrong address
         if self._resources is not None:
             self._resources.ended(pid, child.role.value, process.cpu_s)
         await self._events.put(_Exited(child, code, self._last_words(child)))
@@ -290,8 +347,7 @@ class Launcher:
         return "\n".join([*text.splitlines()[-_TAIL_LINES:], f"(all of it in {path})"])
 
     async def _settle(self) -> None:
-        if self._resources is not None:
-            self._resources.write()
+        self._keep_resources()
         failure = ""
         try:
             async with asyncio.timeout(_SETTLE_S):
@@ -302,12 +358,17 @@ class Launcher:
         self._events.put_nowait(_Settled(failure))
 
     async def _sample(self, resources: Resources) -> None:
-        """Samples what the children cost, for ever; cancelled at the end."""
+        """Samples what the children cost, for ever; cancelled at the end. A look that fails is told, and the run goes on."""
         while True:
-            pids = {process.identity.pid: child.role.value for child, process in self._processes.items()}
-            sample = await asyncio.to_thread(measure, pids)
-            resources.record(sample, alive={process.identity.pid for child, process in self._processes.items() if self._core.lives[child].alive})
-            resources.write()
+            pids = {process.identity.pid: child.role.value for child, process in self._processes.items() if process.open}
+            try:
+                sample = await asyncio.to_thread(measure, pids)
+                resources.record(sample, alive={process.identity.pid for process in self._processes.values() if process.open})
+            except Exception:  # noqa: BLE001 - figures are not worth a run
+                _LOG.exception("what the processes cost could not be measured")
+            self._keep_resources()
+            if self._unwritten:
+                self._keep_records()
             await asyncio.sleep(_SAMPLE_S)
 
     def _tell_exit(self, child: Child, code: int) -> None:

@@ -1,10 +1,12 @@
 """`rollstream up`: Redis, trainer, engines and producers of one run as processes of this machine, to the end of the run.
 
-Before anything is written or started: the configuration is whole, the files are there and well formed, the HTTP port is ours, the run is there (`--resume`)
-or not there (`--new`), and no other `up` holds its folder.
+Before anything is written or started: the configuration is whole, the files are there and well formed, the HTTP port is ours and those of the engines are
+free, there is a Redis to start, the run is there and is this one (`--resume`) or not there (`--new`), and no other `up` holds its folder. A run that lies in
+a Redis of its own is asked who it is once that is up, before anything else is touched. A `--new` that ends before the run has come to be leaves nothing that
+a second `--new` would refuse.
 
 Order of starting: Redis, then everything else at once; each waits for what it needs. Order of stopping: see `Supervisor`. Exit codes: 0 the run drained
-and its summary is written; 1 fault, or somebody had to be killed; 2 bad configuration; 75 Redis did not come up.
+and its summary is written; 1 fault, somebody had to be killed, or another trainer took the run over; 2 bad configuration; 75 Redis did not come up.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from redis.exceptions import RedisError
 
 from buffer.contract import RunState
+from buffer.redis_ledger import RedisLedger
+from consumer.config import stop_seconds
 from deploy.checks import check_all
-from deploy.config import UpConfig, bind
+from deploy.config import UpConfig, bind, check_ports
 from deploy.redis_server import ServerCommand, server_command, wait_ready
 from deploy.snapshot import PictureSource, picture_source
 from deploy.up.launcher import Hooks, Launcher
@@ -36,7 +40,8 @@ from deploy.up.supervisor import Child, Finish, Policy, Role
 from protocol.config import load
 from protocol.connection import check_server, connect
 from protocol.daemon import run_daemon
-from protocol.errors import ConfigError, RedisUnavailable, RollstreamError, RunExists, RunMissing
+from protocol.errors import EXIT_REPLACED, ConfigError, IdentityMismatch, RedisUnavailable, RollstreamError, RunExists, RunMissing
+from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
 from weightsync.config import store_folder
 
@@ -45,6 +50,7 @@ _TRACES = ("processes.json", "redis", "checkpoint", "audit.jsonl", "witness.json
 """What a run leaves in its folder; a data set, a model or a configuration that lies there too is not a run."""
 _HEALTH_S = 5.0
 _LOOK_S = 0.5
+_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +60,8 @@ class UpOptions:
     sets: tuple[str, ...] = ()
     live: bool = True
     """A live view, where standard output is a terminal."""
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy | None = None
+    """None: the usual one, with the time that this configuration gives a trainer to end."""
 
 
 class UpFailed(RollstreamError):
@@ -81,10 +88,13 @@ async def up(options: UpOptions) -> Path:
     listener = bind(config.http)
     try:
         await _check_place(config, options)
+        life = _Up(config, options, listener)
+        if not options.resume:  # a run that goes on may have engines there that go on as well
+            check_ports(config.engine)
         folder = config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         with _hold(folder):
-            finish = await _Up(config, options, listener).run()
+            finish = await life.run()
     finally:
         if listener is not None:
             listener.close()
@@ -105,6 +115,8 @@ async def _check_place(config: UpConfig, options: UpOptions) -> None:
         try:
             facts = await check_server(client, url=config.redis.url)
             there = bool(await client.exists(Keys(config.run.name).state))
+            if there and options.resume:
+                await RedisLedger(client, Keys(config.run.name)).join(await _identity(config))
         finally:
             await client.aclose()
         _LOG.info("Redis %s at %s: %s", facts.version, config.redis.url, facts.durability)
@@ -114,6 +126,11 @@ async def _check_place(config: UpConfig, options: UpOptions) -> None:
             raise RunMissing(f"there is no run {config.run.name!r} in {config.redis.url} to resume: start it with --new, or correct run.name or redis.url")
     elif options.resume and not (folder / "redis").is_dir():
         raise RunMissing(f"run.dir {folder} holds no run to resume: start it with --new, or correct run.name or run.dir")
+
+
+async def _identity(config: UpConfig) -> RunIdentity:
+    """Reads the data set and the tokenizer once more."""
+    return await asyncio.to_thread(identify, config.run, config.model, config.data, config.rollout)
 
 
 @contextlib.contextmanager
@@ -127,8 +144,15 @@ def _hold(folder: Path) -> Iterator[None]:
         yield
 
 
+def policy_for(config: UpConfig) -> Policy:
+    """A trainer that ends in good order within its own deadlines must not be killed before them."""
+    usual = Policy()
+    trainer_s = stop_seconds(config.weights) + _MARGIN_S
+    return replace(usual, stop_s={**usual.stop_s, Role.TRAINER: max(trainer_s, usual.stop_s[Role.TRAINER])})
+
+
 class _Up:
-    """One life of `up`, from the lock to the end."""
+    """One life of `up`, from the lock to the end. Making it writes nothing. Raises: `ConfigError` if there is no Redis to start."""
 
     def __init__(self, config: UpConfig, options: UpOptions, listener: socket.socket | None) -> None:
         self._config = config
@@ -140,9 +164,12 @@ class _Up:
         if not config.redis.url:
             self._server = server_command(self._folder / "redis", appendfsync=config.redis.appendfsync)
         self._url = config.redis.url or (self._server.url if self._server else "")
+        self._fresh = not options.resume and not (self._folder / "redis").exists()
+        self._nothing_came_of_it = self._fresh
+        """Nobody can have made the run, or everybody has left and it is not there."""
 
     async def run(self) -> Finish:
-        file = self._keep_configuration()
+        file = self._folder / "run.toml"
         sets = (*self._options.sets, f"redis.url={self._url}")
         processes = plan(self._config, file, sets, redis=self._server)
         async with picture_source(self._url, self._config.run.name, folder=self._folder, deadline_s=5.0) as source:
@@ -152,44 +179,76 @@ class _Up:
                 drained=lambda: _drained(source),
                 settle=lambda: self._settle(source),
             )
-            launcher = Launcher(self._folder, processes, settings=self._config.digest, hooks=hooks, redis_url=self._url, policy=self._options.policy)
+            policy = self._options.policy or policy_for(self._config)
+            launcher = Launcher(self._folder, processes, settings=self._config.digest, hooks=hooks, redis_url=self._url, policy=policy)
             finished = False
             try:
                 with _signals(launcher), _log_to(self._folder / "logs" / "up.log" if self._live else None):
-                    await self._prepare(launcher, source)
+                    await self._prepare(launcher, source, file)
                     async with self._observers(launcher, source):
+                        self._nothing_came_of_it = False
                         finish = await launcher.run()
                 finished = True
+            except IdentityMismatch:
+                await asyncio.shield(launcher.retreat())
+                finished = True
+                raise
             finally:
                 if not finished:
                     await asyncio.shield(launcher.abandon())
+                if self._fresh and self._nothing_came_of_it:
+                    self._leave_no_trace()
+        if not any(child.role is Role.TRAINER and life.code == EXIT_REPLACED for child, life in launcher.lives.items()):
+            await self._clear_memory()  # nobody of ours is left, and nobody else could read it
         if self._server is not None:
             self._server.socket.unlink(missing_ok=True)
         return finish
 
-    def _keep_configuration(self) -> Path:
+    def _leave_no_trace(self) -> None:
+        """Nothing was made here that anybody could resume; configuration and logs stay, and tell why."""
+        if self._server is not None:
+            self._server.socket.unlink(missing_ok=True)
+            shutil.rmtree(self._folder / "redis", ignore_errors=True)
+        for name in ("processes.json", "resources.json"):
+            (self._folder / name).unlink(missing_ok=True)
+
+    def _keep_configuration(self, kept: Path) -> None:
         """The file as it is now: what restarts read, and what the folder tells about the run."""
-        kept = self._folder / "run.toml"
         if Path(self._options.config).resolve() != kept.resolve():
             write_atomically(kept, Path(self._options.config).read_bytes())
-        return kept
 
-    async def _prepare(self, launcher: Launcher, source: PictureSource) -> None:
+    async def _prepare(self, launcher: Launcher, source: PictureSource, file: Path) -> None:
         found = launcher.take_over()
         if self._server is not None:
-            if Child(Role.REDIS) not in found:
-                self._server.socket.unlink(missing_ok=True)
-            await launcher.begin_redis(lambda deadline_s: wait_ready(self._url, timeout_s=deadline_s))
-            client = connect(self._url, deadline_s=5.0)
-            try:
-                await check_server(client, url=self._url)
-            finally:
-                await client.aclose()
+            await self._begin_redis(self._server, launcher, fresh=Child(Role.REDIS) not in found)
+        self._keep_configuration(file)
         healthy = await _healthy(source, launcher.found_pids()) if found - {Child(Role.REDIS)} else set()
         await launcher.adopt(healthy)
         if not healthy and not await _in_use(source):
             # Nobody serves or writes a version of this run: what lies there is stale, and the trainer publishes before anything is generated.
-            shutil.rmtree(store_folder(self._config.weights, self._config.run), ignore_errors=True)
+            await self._clear_memory()
+
+    async def _begin_redis(self, server: ServerCommand, launcher: Launcher, *, fresh: bool) -> None:
+        """Start or adopt our own server. Raises: `IdentityMismatch` if the run in it is not the configured one."""
+        (self._folder / "redis").mkdir(exist_ok=True)
+        if fresh:
+            server.socket.unlink(missing_ok=True)
+        await launcher.begin_redis(lambda deadline_s: wait_ready(server.url, timeout_s=deadline_s))
+        client = connect(server.url, deadline_s=5.0)
+        try:
+            await check_server(client, url=server.url)
+            with contextlib.suppress(RunMissing):
+                await RedisLedger(client, Keys(self._config.run.name)).join(await _identity(self._config))
+        finally:
+            await client.aclose()
+
+    async def _clear_memory(self) -> None:
+        """Remove the run's versions from this machine's shared memory, where nobody else keeps anything. A store on disk is the publisher's to sweep: it may
+        lie in a folder of the user's, and others may read it.
+        """
+        folder = store_folder(self._config.weights, self._config.run)
+        if not self._config.weights.store and not folder.is_relative_to(self._folder):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     @contextlib.asynccontextmanager
     async def _observers(self, launcher: Launcher, source: PictureSource) -> AsyncIterator[None]:
@@ -216,11 +275,11 @@ class _Up:
             _LOG.exception("%s ended; the run goes on without it", name)
 
     async def _settle(self, source: PictureSource) -> None:
-        """Summary and picture, while Redis is still there; then the versions in shared memory go, which only this machine could read."""
+        """The summary, while Redis is still there."""
         if await source.exists():
             await _summarise(self._folder, self._url, self._config.run.name)
-        if not self._config.weights.store:
-            await asyncio.to_thread(shutil.rmtree, store_folder(self._config.weights, self._config.run), ignore_errors=True)
+        else:
+            self._nothing_came_of_it = True
 
 
 async def _summarise(folder: Path, url: str, run_name: str) -> None:

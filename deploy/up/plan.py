@@ -11,6 +11,7 @@ from pathlib import Path
 from deploy.config import UpConfig
 from deploy.redis_server import ServerCommand
 from deploy.up.supervisor import Child, Role
+from protocol.daemon import SUPERVISED
 
 _MODULES = {
     Role.ENGINE: ("deploy.cli", "engine"),
@@ -42,7 +43,7 @@ class Plan:
         return tuple(command)
 
     def environment(self, child: Child) -> dict[str, str]:
-        """One process must not take the cores of all others: torch and BLAS get what the configuration gives them."""
+        """One process must not take the cores of all others: torch and BLAS get what the configuration gives them. And it is told that its Redis is right."""
         threads = str(self.threads.get(child.role, 1))
         return {
             **os.environ,
@@ -51,6 +52,7 @@ class Plan:
             "OPENBLAS_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
+            SUPERVISED: "1",
         }
 
 

@@ -81,9 +81,15 @@ class ChildProcess:
             popen = subprocess.Popen(
                 list(argv), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=None if env is None else dict(env)
             )
+        try:
+            pidfd = os.pidfd_open(popen.pid)
+        except OSError:  # no descriptor left: what cannot be watched must not run on
+            popen.kill()
+            popen.wait()
+            raise
         stat = stat_of(popen.pid)
         assert stat is not None, "a child that was not waited for is in /proc"
-        return cls(Identity(pid=popen.pid, started=stat.started), os.pidfd_open(popen.pid), popen)
+        return cls(Identity(pid=popen.pid, started=stat.started), pidfd, popen)
 
     @classmethod
     def adopt(cls, identity: Identity) -> ChildProcess | None:

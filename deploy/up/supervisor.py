@@ -6,9 +6,10 @@
 
 The end goes by role, in `STOP_ORDER`: the trainer drains while producers and engines still serve it, Redis leaves last, after `Settle`.
 
-Exit codes of a child: 0 from the trainer begins the end; 2 is never restarted and ends the run with that child's message; 75 is restarted for ever; anything
-else is a failure, and more than `Policy.max_failures` of them in a row, none of which lived `Policy.healthy_s`, end the run. A child that had to be killed
-makes the run's own exit code 1.
+Exit codes of a child: 0 from the trainer begins the end; 2 is never restarted and ends the run with that child's message; 3, another process has its place,
+is never restarted either: a trainer's ends what runs here, with exit code 1 and without a summary, as the run goes on elsewhere, and an engine's changes
+nothing else; 75 is restarted for ever; anything else is a failure, and more than `Policy.max_failures` of them in a row, none of which lived
+`Policy.healthy_s`, end the run. A child that had to be killed makes the run's own exit code 1.
 
 >>> core = Supervisor([Child(Role.TRAINER), Child(Role.ENGINE)], Policy(), Random(0))
 >>> [str(command) for command in core.begin(0.0)]
@@ -30,7 +31,7 @@ from random import Random
 from types import MappingProxyType
 from typing import TypeAlias
 
-from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_TRY_AGAIN
+from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_REPLACED, EXIT_TRY_AGAIN
 
 
 class Role(StrEnum):
@@ -84,7 +85,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Everyone but Redis has left: write down what must be read from it, then say `settled`."""
+    """Everyone but Redis has left, and the run is not another's now: write down what must be read from Redis, then say `settled`."""
 
     def __str__(self) -> str:
         return "settle"
@@ -208,6 +209,9 @@ class Supervisor:
         if code == EXIT_CONFIG and child.role is not Role.REDIS:
             life.phase = Phase.DONE
             return self._end(_Why.FAULT, EXIT_CONFIG, f"{child} cannot run like this (exit 2):\n{message}".rstrip(), now)
+        if code == EXIT_REPLACED and child.role is not Role.REDIS:
+            life.phase = Phase.DONE
+            return self._end(_Why.FAULT, EXIT_FAULT, f"{child} was replaced:\n{message}".rstrip(), now) if child.role is Role.TRAINER else []
         life.failures = 0 if lived >= self._policy.healthy_s or code == EXIT_DRAINED else life.failures
         if code not in (EXIT_DRAINED, EXIT_TRY_AGAIN):
             life.failures += 1
@@ -303,7 +307,7 @@ class Supervisor:
         commands: list[Command] = []
         if self._stage < len(STOP_ORDER):
             role = STOP_ORDER[self._stage]
-            if role is Role.REDIS and self._settling is None:
+            if role is Role.REDIS and self._settling is None and not self._replaced():
                 self._settling = True
                 return [Settle()]
             for child, life in self._of(role):
@@ -332,6 +336,10 @@ class Supervisor:
         if undrained and self._code == EXIT_DRAINED:
             self._worse(EXIT_FAULT, f"{undrained[0]} did not drain: `--resume` goes on from its last checkpoint")
         return [Finish(self._code, self._message)]
+
+    def _replaced(self) -> bool:
+        """The run goes on elsewhere: its record is not ours to close."""
+        return any(life.code == EXIT_REPLACED for _, life in self._of(Role.TRAINER))
 
     def _of(self, role: Role) -> list[tuple[Child, Life]]:
         return [(child, life) for child, life in self._lives.items() if child.role is role]

@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from protocol.arrays import FloatArray, IntArray
-from protocol.errors import DecodeError, EngineUnavailable, SampleFailed
+from protocol.errors import DecodeError, EngineUnavailable, SampleAborted, SampleFailed
 from protocol.messages import Span
 from protocol.versions import Version
 
@@ -54,7 +54,7 @@ class Generation:
     spans: tuple[Span, ...]
     """Indices into `output_ids`."""
     finish_reason: str
-    """stop, length, or abort where a partial response was accepted."""
+    """stop or length"""
     text: str
     """As the engine decoded it, without what stopped it."""
     weight_version: Version
@@ -77,14 +77,14 @@ class EngineClient:
         rid: str,
         deadline_s: float,
         assumed: Version | None = None,
-        accept_partial: bool = False,
     ) -> Generation:
         """One response to `input_ids` by the engine at `url`.
 
-        `assumed`: the version the engine had acked before this call, for engines without spans. `accept_partial`: an aborted response with tokens is a result.
+        `assumed`: the version the engine had acked before this call, for engines without spans.
 
-        Raises: `EngineUnavailable` when the engine cannot be reached, breaks the connection or is full: leave it alone for a while. `SampleFailed` when it
-        answers with anything that must not be trained on, or not within `deadline_s` (the request is aborted there). Either way, ask another engine.
+        Raises: `EngineUnavailable` when the engine cannot be reached, breaks the connection or is full: leave it alone for a while. `SampleAborted` when it
+        ended the response on purpose: ask again, also the same engine. `SampleFailed` when it answers with anything else that must not be trained on, or not
+        within `deadline_s` (the request is aborted there): ask another engine.
         """
         body = orjson.dumps(_request(input_ids, sampling, rid))
         try:
@@ -104,7 +104,7 @@ class EngineClient:
         if status != 200:
             raise SampleFailed(f"engine {url} answered {status}: {raw[:500].decode(errors='replace')}")
         try:
-            return _generation(raw, sampling, assumed, accept_partial=accept_partial)
+            return _generation(raw, sampling, assumed)
         except DecodeError as problem:
             raise SampleFailed(f"engine {url}: unusable answer: {problem}") from problem
 
@@ -135,15 +135,17 @@ def _request(input_ids: list[int], sampling: Sampling, rid: str) -> dict[str, An
     return {"input_ids": input_ids, "sampling_params": params, "return_logprob": True, "rid": rid}
 
 
-def _generation(raw: bytes, sampling: Sampling, assumed: Version | None, *, accept_partial: bool) -> Generation:
-    """Raises: `DecodeError` naming the field; `SampleFailed` for an abort."""
+def _generation(raw: bytes, sampling: Sampling, assumed: Version | None) -> Generation:
+    """Raises: `DecodeError` naming the field; `SampleAborted`, or `SampleFailed` for an abort that has a fault's status code."""
     body = _field({"answer": _parse(raw)}, "answer", dict)
     meta = _field(body, "meta_info", dict)
     ids = _field(body, "output_ids", list)
     reason = _field(_field(meta, "finish_reason", dict), "type", str)
-    if reason == "abort" and not (accept_partial and ids):
-        raise SampleFailed(f"the engine aborted it after {len(ids)} tokens: {meta['finish_reason'].get('message', '')}")
-    if reason not in ("stop", "length", "abort"):
+    if reason == "abort":
+        finish = meta["finish_reason"]
+        kind = SampleAborted if finish.get("status_code") is None else SampleFailed
+        raise kind(f"the engine aborted it after {len(ids)} tokens: {finish.get('message', '')}")
+    if reason not in ("stop", "length"):
         raise DecodeError("finish_reason.type", f"got {reason!r:.40}, expected stop, length or abort")
     if not 0 < len(ids) <= sampling.max_new_tokens:
         raise DecodeError("output_ids", f"{len(ids)} tokens, expected 1 to {sampling.max_new_tokens}")
@@ -175,7 +177,7 @@ def _field(container: dict[str, Any], key: str, kind: type[Any]) -> Any:
 
 
 def _token_ids(ids: list[Any]) -> IntArray:
-    if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 1 << 31:
         raise DecodeError("output_ids", "expected token ids of 0 or more")
     return np.array(ids, dtype=np.int32)
 
@@ -184,14 +186,24 @@ def _logprobs(entries: list[Any], ids: list[int]) -> FloatArray:
     """[logprob, token, text] for every output token. A NaN arrives as null or is not JSON at all."""
     if len(entries) != len(ids):
         raise DecodeError("output_token_logprobs", f"{len(entries)} entries for {len(ids)} tokens")
-    values = []
-    for at, (entry, token) in enumerate(zip(entries, ids, strict=True)):
-        if type(entry) is not list or len(entry) < 2 or type(entry[0]) not in (float, int) or entry[1] != token:
-            raise DecodeError(f"output_token_logprobs[{at}]", f"got {entry!r:.60}, expected [logprob, {token}, …]")
-        values.append(entry[0])
+    try:
+        values, tokens = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        sound = tokens == ids and set(map(type, entries)) == {list} and set(map(type, values)) <= {float, int}
+    except (TypeError, LookupError):
+        sound = False
+    if not sound:
+        raise _unsound(entries, ids)
     if not (min(values) >= _LEAST_LOGPROB and max(values) <= _LOGPROB_SLACK):
         raise DecodeError("output_token_logprobs", f"outside ({_LEAST_LOGPROB:g}, 0]: {min(values)} … {max(values)}")
     return np.minimum(np.array(values, dtype=np.float32), np.float32(0.0))
+
+
+def _unsound(entries: list[Any], ids: list[int]) -> DecodeError:
+    """The first entry that is not as it should be; looked for only when there is one."""
+    for at, (entry, token) in enumerate(zip(entries, ids, strict=True)):
+        if type(entry) is not list or len(entry) < 2 or type(entry[0]) not in (float, int) or entry[1] != token:
+            return DecodeError(f"output_token_logprobs[{at}]", f"got {entry!r:.60}, expected [logprob, {token}, …]")
+    raise AssertionError
 
 
 def _spans(meta: dict[str, Any], length: int, assumed: Version | None) -> tuple[Span, ...]:

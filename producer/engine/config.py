@@ -10,9 +10,7 @@ from protocol.config import Section
 
 
 class EngineConfig(Section):
-    kind: Literal["embedded", "sglang"] = Field(
-        "embedded", description="embedded: a transformers model in the engine host, for CPUs and tests. sglang: a server."
-    )
+    kind: Literal["embedded"] = Field("embedded", description="embedded: a transformers model in the engine host, for CPUs and tests.")
     count: int = Field(1, ge=1, description="Engine hosts that `rollstream up` starts.")
     host: str = Field("127.0.0.1", description="Address the engine listens on and registers.")
     port: int = Field(0, ge=0, le=65535, description="Port of engine 0; engine i takes port + i. 0: a free one.")

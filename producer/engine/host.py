@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
+import xxhash
 
 from buffer.contract import RunState
 from buffer.redis_ledger import RedisLedger
@@ -26,7 +27,7 @@ from producer.config import EvalConfig
 from producer.engine.config import EngineConfig
 from protocol.config import ModelConfig, RedisConfig, RolloutConfig, RunConfig, Tree
 from protocol.connection import Client, check_server, connect
-from protocol.errors import ConfigError, RedisUnavailable, RollstreamError, RunMissing
+from protocol.errors import ConfigError, RollstreamError, RunMissing
 from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus, ProducerStatus
 from protocol.presence import Presence
@@ -86,8 +87,6 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
 def _check(config: EngineHostConfig, index: int) -> None:
     """Everything that can be wrong without looking at torch, a socket or Redis."""
     engine = config.engine
-    if engine.kind == "sglang":
-        raise ConfigError('engine.kind = "sglang": this version does not start SGLang servers yet; use engine.kind = "embedded"')
     if not config.redis.url:
         raise ConfigError("redis.url is empty: an engine host started by hand needs the URL of the run's Redis (--set redis.url=unix:///path/to/redis.sock)")
     if not Path(config.model.path).is_dir():
@@ -110,8 +109,6 @@ async def _first_contact(url: str) -> None:
     client = connect(url, deadline_s=_FIRST_CONTACT_S)
     try:
         await check_server(client, url=url)
-    except RedisUnavailable as problem:  # a server that has never answered is a wrong address rather than an outage
-        raise ConfigError(str(problem)) from problem
     finally:
         await client.aclose()
 
@@ -137,10 +134,15 @@ async def _engine(config: EngineHostConfig, index: int, boot_nonce: str) -> Asyn
         weight_version=f"boot:{boot_nonce}",
         host=settings.host,
         port=settings.port + index if settings.port else 0,
-        seed=config.run.seed * 1000 + index,
+        seed=_sampling_seed(config.run.seed, index, boot_nonce),
         max_queued=settings.max_queued,
     ) as engine:
         yield engine
+
+
+def _sampling_seed(run_seed: int, index: int, boot_nonce: str) -> int:
+    """Noise of this boot's own: an engine that starts again does not draw its first life's again. A request with a seed of its own is repeatable anyway."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}:{index}:{boot_nonce}".encode()) >> 1
 
 
 class _Host:

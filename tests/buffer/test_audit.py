@@ -66,3 +66,16 @@ async def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"{}\n")
     with pytest.raises(DecodeError, match=r"audit\.jsonl:1"):
         await read_audit(path)
+
+
+async def test_entries_of_somebody_else_are_passed_over_and_trimmed(redis: Client, keys: Keys, tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    await emit(redis, keys, "e", {"n": 1})
+    for foreign in ({"x": "y"}, {"op": "e", "d": "no JSON"}, {"op": "e", "d": "[]"}):
+        await redis.xadd(keys.audit, foreign)
+    await emit(redis, keys, "e", {"n": 2})
+    assert [one.fields["n"] for one in await read_audit(path, redis, keys)] == [1, 2]
+    async with AuditSpill(redis, keys, path) as spill:
+        await spill.flush()
+    assert await redis.xlen(keys.audit) == 0
+    assert [one.fields["n"] for one in await read_audit(path)] == [1, 2]

@@ -149,7 +149,8 @@ async def test_the_trainer_fetches_the_groups_of_a_chunk_in_order(on_redis: Redi
             header, payload, _ = group_for(slot)
             await producer.put(header, payload)
         chunk = await waiting
-    fetched = await trainer.fetch(chunk)
+    trained, fetched = await trainer.fetch(chunk)
+    assert trained == chunk
     assert [header.seq for header, _ in fetched] == seqs_of(chunk) == [0, 1, 2, 3]
     for header, group in fetched:
         assert group.rollouts[1].tokens.tolist() == list(range(header.seq, header.seq + 6))
@@ -175,6 +176,65 @@ async def test_a_lost_payload_is_replaced_while_fetching(on_redis: RedisHarness,
         for slot in await producer.reserve(1, BIG):
             header, payload, _ = group_for(slot)
             await producer.put(header, payload)
-        fetched = await fetching
+        trained, fetched = await fetching
+    assert trained.headers == tuple(header for header, _ in fetched)
+    assert trained.revision > chunk.revision
     assert [(header.seq, header.attempt) for header, _ in fetched] == [(0, 1), (2, 1), (4, 1), (1, 2)]
     await on_redis.ledger.trained(incarnation, 1, "w1", {})
+
+
+async def test_a_payload_lost_from_a_whole_step_of_another_trainer_is_replaced_under_a_record_of_our_own(on_redis: RedisHarness, waker: Wakeups) -> None:
+    first = await on_redis.start()
+    producer = ProducerBuffer(on_redis.ledger, waker, "p1")
+    headers = []
+    for slot in await producer.reserve(4, BIG):
+        header, payload, _ = group_for(slot)
+        await producer.put(header, payload)
+        headers.append(header)
+    await on_redis.lease(first, 1)  # the whole step is journalled, and its trainer dies
+    second = (await on_redis.ledger.attach(None, trainer_id="next")).incarnation
+    await on_redis.serve(Version(second, 0))
+    trainer = TrainerBuffer(on_redis.ledger, waker, second)
+    assert (await on_redis.ledger.open_step(second, 1)).incarnation == first
+    leased = await trainer.lease(1, 0)
+    await on_redis.lose_payload(headers[1])
+    blocked = asyncio.Event()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        fetching = tasks.create_task(trainer.fetch(leased, lambda _edge: blocked.set()))
+        await blocked.wait()
+        (slot,) = await producer.reserve(1, BIG)
+        header, payload, _ = group_for(slot)
+        await producer.put(header, payload)
+    chunk, groups = fetching.result()
+    assert [(header.seq, header.attempt) for header, _ in groups] == [(0, 1), (1, 2)]
+    assert (chunk.headers, chunk.record.incarnation) == (tuple(header for header, _ in groups), second)
+    assert chunk.revision > leased.revision
+    other, _ = await trainer.fetch(await trainer.lease(1, 1))
+    assert other.record.incarnation == first
+    await on_redis.ledger.trained(second, 1, "w1", {})
+
+
+async def test_a_read_that_fails_ends_the_one_beside_it(on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.client.FETCH_BYTES", 1)
+    incarnation = await on_redis.start()
+    producer, trainer = ProducerBuffer(on_redis.ledger, waker, "p1"), TrainerBuffer(on_redis.ledger, waker, incarnation)
+    for slot in await producer.reserve(2, BIG):
+        header, payload, _ = group_for(slot)
+        await producer.put(header, payload)
+    await on_redis.ledger.open_step(incarnation, 1)
+    chunk = await trainer.lease(1, 0)
+    ended: list[int] = []
+
+    async def payloads(headers: list[GroupHeader]) -> tuple[bytes, ...]:
+        if headers[0].seq == 0:
+            raise RedisUnavailable("gone")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(headers[0].seq)
+        raise AssertionError
+
+    monkeypatch.setattr(on_redis.ledger, "payloads", payloads)
+    with pytest.raises(RedisUnavailable):
+        await trainer.fetch(chunk)
+    assert ended == [1]

@@ -16,7 +16,7 @@ from buffer import redis_ledger
 from buffer.contract import Blocked, ChunkRecord, PutResult
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
-from protocol.errors import RedisUnavailable, SlotLost
+from protocol.errors import RedisUnavailable, SchemaTooNew, SlotLost
 from protocol.keys import Keys
 from protocol.messages import Edge, Reason
 from protocol.versions import Version
@@ -63,6 +63,16 @@ async def test_a_payload_that_expires_before_its_put_is_set_again(on_redis: Redi
     await on_redis.put(slot, Version(1, 0))
     assert sent == [50, 50]
     assert (await on_redis.ledger.status()).ready == 1
+
+
+async def test_a_put_that_finds_other_bytes_under_its_token_is_given_up(on_redis: RedisHarness) -> None:
+    await on_redis.start()
+    (slot,) = await on_redis.reserve(1)
+    await on_redis.client.set(on_redis.keys.payload(slot.seq, slot.attempt, slot.token), b"of another length", px=60_000)
+    async with asyncio.timeout(10):
+        with pytest.raises(SlotLost, match="50 bytes"):
+            await on_redis.put(slot, Version(1, 0))
+    assert (await on_redis.ledger.status()).ready == 0
 
 
 async def test_an_attach_whose_reply_was_lost_is_one_incarnation(on_redis: RedisHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,3 +318,23 @@ async def test_a_lease_frees_the_slots_of_what_it_refuses(on_redis: RedisHarness
     assert isinstance(chunk, ChunkRecord)
     assert seqs_of(chunk) == [1]
     assert chunk.headers[0].attempt == 2
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_settings_that_a_newer_minor_schema_added_do_not_keep_a_process_out(on_redis: RedisHarness) -> None:
+    await on_redis.start()
+    state = on_redis.keys.state
+    for field in ("identity", "settings"):
+        raw = await on_redis.client.hget(state, field)
+        assert raw is not None
+        await on_redis.client.hset(state, field, orjson.dumps(orjson.loads(raw) | {"added_later": 1}))
+    assert (await on_redis.ledger.join(IDENTITY)).groups_per_step == settings().groups_per_step
+
+
+async def test_a_run_of_a_newer_major_schema_is_not_joined(on_redis: RedisHarness) -> None:
+    await on_redis.start()
+    await on_redis.client.hset(on_redis.keys.state, "identity", orjson.dumps({"schema_major": 2, "other": 1}))
+    with pytest.raises(SchemaTooNew, match="upgrade rollstream here"):
+        await on_redis.ledger.join(IDENTITY)

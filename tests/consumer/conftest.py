@@ -173,6 +173,7 @@ class Producer:
     keys: Keys
     sampler: Sampler
     limit: int = 10**9
+    charge: int = 1 << 14
     put: int = 0
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once `limit` groups are put; then it ends."""
@@ -184,7 +185,7 @@ class Producer:
             while self.put < self.limit:
                 mark = waker.mark(Topic.RUN)
                 try:
-                    (slot,) = await buffer.reserve(1, 1 << 14)
+                    (slot,) = await buffer.reserve(1, self.charge)
                 except (RunMissing, RunEnded):
                     await waker.wait(Topic.RUN, since=mark)
                     continue
@@ -254,8 +255,8 @@ async def producing(redis: Client, sampler: Sampler) -> AsyncIterator[Callable[.
     async with asyncio.TaskGroup() as group:
         tasks: list[asyncio.Task[None]] = []
 
-        def start(keys: Keys, *, limit: int = 10**9, engine: bool = True) -> Producer:
-            producer = Producer(redis, keys, sampler, limit=limit)
+        def start(keys: Keys, *, limit: int = 10**9, engine: bool = True, charge: int = 1 << 14) -> Producer:
+            producer = Producer(redis, keys, sampler, limit=limit, charge=charge)
             tasks.append(group.create_task(producer.run(), name="test:producer"))
             if engine:
                 tasks.append(group.create_task(serve_newest(redis, keys), name="test:engine"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -190,3 +191,19 @@ async def test_a_full_disk_names_the_folder_and_what_to_do(trained_backend: Torc
     (problem,) = raised.value.exceptions
     assert isinstance(problem, RollstreamError)
     assert "checkpoint.dir" in str(problem)
+
+
+def test_a_checkpoint_s_folder_is_on_the_disk_with_the_names_above_it(
+    trained_backend: TorchBackend, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced: list[Path] = []
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink())
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_checkpoint(tmp_path / "a" / "b", checkpoint_of(trained_backend), model_path=model_path)
+    assert synced[:2] == [tmp_path, tmp_path / "a"]
+    assert synced[-1] == tmp_path / "a" / "b"

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
 from buffer.audit import read_audit
-from buffer.contract import RunState
+from buffer.contract import RunState, TrainedReply
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
 from buffer.witness import read_witness
+from consumer.checkpoint import CheckpointDamaged, write_checkpoint
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
 from consumer.journal import read_journal
+from protocol.codec import encode_group
 from protocol.config import validate
 from protocol.connection import Client
-from protocol.errors import Fenced
+from protocol.errors import EXIT_CONFIG, ConfigError, Fenced
 from protocol.identity import identify
 from protocol.keys import Keys
-from protocol.messages import Edge, TrainerStatus
+from protocol.messages import Edge, Manifest, TrainerStatus
 from protocol.presence import Presence
 from weightsync.channel import Channel
+from weightsync.snapshot import Snapshot
+from weightsync.store import DirectoryStore
 
 pytestmark = pytest.mark.redis
 Tables = Callable[..., dict[str, dict[str, Any]]]
@@ -37,10 +43,10 @@ def configured(tables: dict[str, dict[str, Any]]) -> TrainerDaemonConfig:
     return config
 
 
-async def trained(config: TrainerDaemonConfig, client: Client, *, new: bool = True, stop: asyncio.Event | None = None) -> None:
+async def trained(config: TrainerDaemonConfig, client: Client, *, new: bool = True, stop: asyncio.Event | None = None, from_step: int | None = None) -> None:
     keys = Keys(config.run.name)
     identity = identify(config.run, config.model, config.data, config.rollout)
-    await run_trainer(config, RedisLedger(client, keys), client, keys, stop or asyncio.Event(), new_as=identity if new else None)
+    await run_trainer(config, RedisLedger(client, keys), client, keys, stop or asyncio.Event(), new_as=identity if new else None, from_step=from_step)
 
 
 async def test_a_run_trains_every_group_once_and_its_records_agree(redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]):
@@ -148,3 +154,73 @@ async def test_the_trust_region_and_group_mean_train_too(redis: Client, keys: Ke
     assert all(line["grad_norm"] > 0 for line in lines)
     newest = await Channel(redis, keys).newest_version()
     assert str(newest) == "1:3", "the final version is published whatever the interval"
+
+
+async def test_a_damaged_checkpoint_names_the_others_and_going_back_is_asked_for(redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]):
+    config, more = configured(make_config(stop__steps=5)), configured(make_config(stop__steps=7))
+    producing(keys)
+    await trained(config, redis)
+    damaged = config.checkpoint_folder / "step-000005-1" / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-5])
+    with pytest.raises(CheckpointDamaged, match=r"step-000005-1 .*step 4.* `rl-trainer --resume --from-step 4`") as raised:
+        await trained(more, redis, new=False)
+    assert raised.value.exit_code == EXIT_CONFIG
+    with pytest.raises(ConfigError, match=r"--from-step 3: .* registered are 4, 5"):
+        await trained(more, redis, new=False, from_step=3)
+    await trained(more, redis, new=False, from_step=4)
+    lines = read_witness(config.run.folder / "witness.jsonl")
+    assert [(line.incarnation, line.fork_step, line.step) for line in lines[5:]] == [(2, 4, 5), (2, 4, 6), (2, 4, 7)]
+    assert lines[5].digest == lines[4].digest, "step 5 was trained again to the same bits"
+    assert [one.step for one in (await RedisLedger(redis, keys).status()).checkpoints] == [4, 7]
+
+
+async def test_a_checkpoint_wanted_while_an_older_one_is_written_is_written_too(
+    redis: Client, make_config: Tables, producing: Callable[..., Any], sampler: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The budget is full after four steps, and the first checkpoint frees nothing: without the second the run stands still."""
+    sizes = [len(encode_group(sampler.group(seq))) for seq in range(16)]
+    charge = max(len(encode_group(sampler.group(seq))) for seq in range(32))
+    tables = make_config(checkpoint__every_steps=0, buffer__byte_budget=sum(sizes) + charge - 1, stop__steps=6)
+    config, keys = validate(TrainerDaemonConfig, tables, source="test"), Keys(tables["run"]["name"])
+    written, go = threading.Event(), threading.Event()
+
+    def write(*arguments: Any, **options: Any) -> Path:
+        if not written.is_set():
+            written.set()
+            assert go.wait(60)
+        return write_checkpoint(*arguments, **options)
+
+    real = RedisLedger.trained
+
+    async def step_trained(self: RedisLedger, *arguments: Any) -> TrainedReply:
+        reply = await real(self, *arguments)
+        if written.is_set():
+            go.set()  # it was under way when this step ended
+        return reply
+
+    monkeypatch.setattr("consumer.keeper.write_checkpoint", write)
+    monkeypatch.setattr(RedisLedger, "trained", step_trained)
+    producing(keys, charge=charge)
+    async with asyncio.timeout(60):
+        await trained(config, redis)
+    assert (await RedisLedger(redis, keys).status()).trained == 6
+
+
+async def test_a_publisher_that_fails_ends_the_trainer_before_it_waits_for_ever(
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    config = configured(make_config(buffer__max_staleness=1, weights__publish_every=2))
+    write = DirectoryStore.write
+
+    def fails_later(self: DirectoryStore, snapshot: Snapshot) -> Manifest:
+        if snapshot.version.n:
+            raise ValueError("a bug")
+        return write(self, snapshot)
+
+    monkeypatch.setattr(DirectoryStore, "write", fails_later)
+    producing(keys)
+    async with asyncio.timeout(60):
+        with pytest.raises(BaseExceptionGroup) as raised:
+            await trained(config, redis)
+    assert raised.value.subgroup(ValueError) is not None
+    assert (await RedisLedger(redis, keys).status()).state is RunState.OPEN

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from buffer.redis_ledger import RedisLedger
-from consumer.config import TrainerDaemonConfig, byte_budget_needed
+from consumer.config import PUBLISH_S, TrainerDaemonConfig, byte_budget_needed, stop_seconds
 from consumer.main import main
 from protocol.config import validate
 from protocol.connection import connect
 from protocol.errors import EXIT_CONFIG
+from protocol.groups import payload_bound
 from protocol.identity import identify
 from protocol.keys import Keys
+from weightsync.registry import ACK_ROUNDS
 
 pytestmark = pytest.mark.redis
 Tables = dict[str, dict[str, Any]]
@@ -35,6 +37,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "on-policy and sparse": (
         {"buffer__pipeline_depth": 0.0, "weights__publish_every": 2},
         ("buffer.pipeline_depth 0", "weights.publish_every 2", "publish_every = 1"),
+    ),
+    "published too seldom": (
+        {"buffer__max_staleness": 2, "weights__publish_every": 4},
+        ("weights.publish_every 4", "buffer.max_staleness 2", "at most buffer.max_staleness + 1"),
     ),
     "small budget": ({"buffer__byte_budget": 1000}, ("buffer.byte_budget 1000", "raise it")),
     "no model": ({"model__path": "/no/such/model"}, ("model.path /no/such/model",)),
@@ -156,7 +162,7 @@ def test_an_existing_run_or_record_is_never_made_anew_and_another_identity_never
         assert not config.run.folder.exists()
     finally:
         asyncio.run(with_run(create=False))
-    for record in ("witness.jsonl", "checkpoint/step-000001-1/state.json"):
+    for record in ("witness.jsonl", "metrics.jsonl", "checkpoint/step-000001-1/state.json"):
         (config.run.folder / record).parent.mkdir(parents=True)
         (config.run.folder / record).write_text(json.dumps({}))
         assert "is of an earlier run" in refused(capsys, ["-c", str(as_file(tables)), "--new"])
@@ -172,3 +178,49 @@ def test_the_budget_message_names_the_number_that_is_then_enough(
     assert str(needed) in refused(capsys, ["-c", str(as_file(tables)), "--resume"])
     tables["buffer"]["byte_budget"] = needed
     assert "does not exist" in refused(capsys, ["-c", str(as_file(tables)), "--resume"])
+
+
+def test_the_budget_holds_what_producers_reserve_and_what_is_retained(make_config: Callable[..., Tables]):
+    config = validate(TrainerDaemonConfig, make_config(buffer__retention=3), source="test")
+    rollout, checkpoint = config.rollout, config.checkpoint
+    charged = payload_bound(group_size=rollout.group_size, prompt_tokens=rollout.max_prompt_tokens, new_tokens=rollout.max_new_tokens)
+    groups = config.buffer.admission_limit + (checkpoint.keep * checkpoint.every_steps + 3) * config.buffer.groups_per_step
+    assert byte_budget_needed(buffer=config.buffer, rollout=rollout, checkpoint=checkpoint) == groups * charged
+
+
+def test_a_resumed_run_is_checked_by_the_settings_it_was_made_with(
+    redis_url: str, as_file: Callable[..., Path], make_config: Callable[..., Tables], capsys: pytest.CaptureFixture[str]
+):
+    run = Keys("t-settings")
+    made = validate(TrainerDaemonConfig, make_config(run.run, buffer__max_staleness=2), source="test")
+
+    async def with_run(create: bool) -> None:
+        client = connect(redis_url)
+        ledger = RedisLedger(client, run)
+        await (ledger.create(identify(made.run, made.model, made.data, made.rollout), made.buffer) if create else ledger.delete_run())
+        await client.aclose()
+
+    asyncio.run(with_run(create=True))
+    try:
+        told = refused(capsys, ["-c", str(as_file(make_config(run.run, buffer__max_staleness=9, weights__publish_every=4))), "--resume"])
+        assert "weights.publish_every 4 with buffer.max_staleness 2" in told
+    finally:
+        asyncio.run(with_run(create=False))
+
+
+def test_going_back_to_a_step_goes_with_resume(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as raised:
+        main(["-c", str(write()), "--new", "--from-step", "4"])
+    assert raised.value.code == EXIT_CONFIG
+    assert "--from-step goes with --resume" in capsys.readouterr().err
+
+
+def test_runs_that_share_checkpoint_dir_have_folders_of_their_own(make_config: Callable[..., Tables], tmp_path: Path):
+    one, other = (validate(TrainerDaemonConfig, make_config(name, checkpoint__dir=str(tmp_path / "all")), source="test") for name in ("a", "b"))
+    assert one.checkpoint_folder.parent == other.checkpoint_folder.parent == tmp_path / "all"
+    assert one.checkpoint_folder != other.checkpoint_folder
+
+
+def test_a_stop_may_take_as_long_as_all_that_is_waited_for_in_it(make_config: Callable[..., Tables]):
+    weights = validate(TrainerDaemonConfig, make_config(weights__apply_deadline_s=100.0), source="test").weights
+    assert stop_seconds(weights) > PUBLISH_S + ACK_ROUNDS * 100.0

@@ -30,6 +30,9 @@ def main() -> int:
     if behaviour == "refuses":
         sys.stderr.write("rl-producer: run.toml:7: unknown key producer.cuont; did you mean producer.count?\n")
         return 2
+    if behaviour == "replaced":
+        sys.stderr.write("rl-trainer: incarnation 2 is attached: this trainer has been replaced and must stop\n")
+        return 3
     if behaviour == "parent":
         grandchild = subprocess.Popen(["sleep", "1000"])
         say(f"has {grandchild.pid}")

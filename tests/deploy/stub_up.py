@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +39,16 @@ def stub_plan(folder: Path, journal: Path, children: list[str], behaviours: Mapp
     return StubPlan(folder=folder, journal=journal, behaviours=behaviours, children=parsed)
 
 
-def make_launcher(folder: Path, plan: StubPlan, *, settings: str = "same", policy: Policy | None = None) -> Launcher:
-    async def redis_answers() -> None:
+def make_launcher(
+    folder: Path,
+    plan: StubPlan,
+    *,
+    settings: str = "same",
+    policy: Policy | None = None,
+    settle: Callable[[], Awaitable[None]] | None = None,
+    redis_answers: Callable[[], Awaitable[None]] | None = None,
+) -> Launcher:
+    async def answers() -> None:
         return None
 
     async def trainer_flag() -> str:
@@ -49,10 +57,10 @@ def make_launcher(folder: Path, plan: StubPlan, *, settings: str = "same", polic
     async def drained() -> bool:
         return (folder / "drained").exists()
 
-    async def settle() -> None:
+    async def note() -> None:
         (folder / "settled").touch()
 
-    hooks = Hooks(redis_answers=redis_answers, trainer_flag=trainer_flag, drained=drained, settle=settle)
+    hooks = Hooks(redis_answers=redis_answers or answers, trainer_flag=trainer_flag, drained=drained, settle=settle or note)
     quick = policy or Policy(backoff_s=0.01, backoff_cap_s=0.05, idle_s=0.05)
     return Launcher(folder, plan, settings=settings, hooks=hooks, policy=quick)
 
@@ -60,6 +68,7 @@ def make_launcher(folder: Path, plan: StubPlan, *, settings: str = "same", polic
 async def run_up(launcher: Launcher, plan: StubPlan) -> Finish:
     found = launcher.take_over()
     if any(child.role is Role.REDIS for child in plan.children):
+        (plan.folder / "redis").mkdir(exist_ok=True)
         url = server_command(plan.folder / "redis").url
         await launcher.begin_redis(lambda deadline_s: wait_ready(url, timeout_s=deadline_s))
     await launcher.adopt(found)

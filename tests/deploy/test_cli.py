@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,8 @@ from deploy.look import show_config
 from deploy.snapshot import PictureSource
 from protocol.connection import Client, connect
 from protocol.keys import Keys
+from protocol.messages import Event, TrainerStatus
+from protocol.presence import Presence
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +41,7 @@ def test_every_command_of_the_design_has_help(capsys: pytest.CaptureFixture[str]
         ["groups"],
         ["engines"],
         ["weights"],
+        ["summary"],
         ["config", "check"],
         ["config", "show"],
         ["demo"],
@@ -66,7 +70,7 @@ def test_a_bad_command_line_exits_2_and_says_why(capsys: pytest.CaptureFixture[s
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["status"], ["up", "--new"], ["engine"], ["serve"], ["config", "check"], ["config", "show"]])
+@pytest.mark.parametrize("command", [["status"], ["up", "--new"], ["engine"], ["serve"], ["summary"], ["config", "check"], ["config", "show"]])
 def test_a_missing_file_exits_2_and_is_named(capsys: pytest.CaptureFixture[str], command: list[str], tmp_path: Path):
     assert main([*command, "-c", str(tmp_path / "none.toml")]) == 2
     assert "none.toml: cannot be read" in capsys.readouterr().err
@@ -83,6 +87,15 @@ def test_a_look_at_a_run_that_is_not_up_says_so(capsys: pytest.CaptureFixture[st
     path.write_text(f'[run]\nname = "t"\ndir = "{tmp_path}/run"\n')
     assert main(["status", "-c", str(path)]) == 2
     assert "start the run" in capsys.readouterr().err
+
+
+def test_a_look_at_a_run_that_has_ended_points_to_its_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    assert main(["status", "-c", str(config_file(tmp_path, "", "t"))]) == 2
+    said = capsys.readouterr().err
+    assert "has ended" in said
+    assert "summary.json" in said
 
 
 def test_a_look_without_redis_is_to_be_tried_again(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -151,6 +164,41 @@ async def test_the_live_view_shows_who_waits_for_whom(redis: Client, keys: Keys,
     for part in ("producer-0: no slot for 3 s", "0.750", "producer-0 ↻2", "engine-1", "1:1", "signal 9", "Redis does not answer", "1 ready"):
         assert part in text, text
     assert "producer-0 no slot 3s" in live.line(picture)
+    narrow = Console(width=80, record=True, file=io.StringIO())
+    long = Event(id="1700000000000-0", op="eval", fields={"phase": "periodic", "boot_nonce": "c80847", "reward": 0.29345703125, "who": "x" * 90})
+    assert live.describe(long).startswith("eval: phase periodic, reward 0.293, who")
+    narrow.print(live.render(picture, lives, [(picture.at, live.describe(long))]))
+    assert re.search(r"\d\d:\d\d:\d\d", narrow.export_text()), "a long line does not squeeze the time away"
+
+
+@pytest.mark.redis
+async def test_the_summary_of_a_run_by_hand_is_written_beside_its_record_and_moves_no_record_elsewhere(
+    capsys: pytest.CaptureFixture[str], redis: Client, keys: Keys, tmp_path: Path, small_run: Callable[[], Awaitable[object]]
+):
+    await small_run()
+    url = f"unix://{redis.connection_pool.connection_kwargs['path']}"
+    path, folder = str(config_file(tmp_path, url, keys.run)), tmp_path / "run"
+    kept = await redis.xlen(keys.audit)
+
+    async def summarise(*words: str) -> int:
+        return await asyncio.to_thread(main, ["summary", *words, "-c", path])
+
+    assert await summarise() == 2
+    assert "no audit.jsonl" in capsys.readouterr().err
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "audit.jsonl").touch()
+    assert await summarise("--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["steps"], summary["groups_reserved"]) == (0, 3), "no witness file: nothing was trained"
+    assert await redis.xlen(keys.audit) == kept, "a trainer is there: its record is its own"
+    await Presence(redis, keys, "trainer", TrainerStatus).leave("trainer")
+    assert await summarise() == 0
+    assert "3 reserved" in capsys.readouterr().out
+    assert await redis.xlen(keys.audit) == 0
+    assert json.loads((folder / "summary.json").read_bytes())["groups_reserved"] == 3
+    assert await asyncio.to_thread(main, ["summary", "-c", path, "--set", f"redis.url=unix://{tmp_path}/nobody.sock"]) == 0
+    assert "3 reserved" in capsys.readouterr().out
 
 
 def test_doctests_of_the_view_hold():

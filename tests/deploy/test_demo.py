@@ -108,7 +108,7 @@ def test_the_configuration_it_writes_is_valid_and_says_what_it_should(tmp_path: 
     folders.fill(demo)
     tokenizer.save(demo.model)
     (demo.model / "config.json").write_text('{"model_type": "qwen3"}')
-    (demo.model / "model.safetensors").touch()
+    (demo.model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     config = load(UpConfig, demo.config, environ={})
     check_all(config)
     assert (config.run.seed, config.run.folder, config.stop.steps, config.redis.appendfsync) == (7, demo.folder, 30, "always")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,35 @@ LEARNING = {"sampled reward at its best", "rise of held-out exact"}
 """Bars that need hundreds of steps."""
 
 
-def _run(folder: Path, *options: str) -> tuple[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "deploy.cli", "demo", "--dir", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+LOOPBACK_ONLY = (
+    "unshare",
+    "--net",
+    "--map-root-user",
+    sys.executable,
+    "-c",
+    """
+import fcntl, os, socket, struct, sys
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+with socket.socket() as any_socket:
+    fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+print("interfaces:", *(name for _, name in socket.if_nameindex()), flush=True)
+os.execvp(sys.argv[1], sys.argv[1:])
+""",
+)
+"""Runs a command where there is no network but this machine's own loopback."""
+
+
+def _can_leave_the_network() -> bool:
+    try:
+        return subprocess.run([*LOOPBACK_ONLY, "true"], capture_output=True, timeout=30, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def _run(folder: Path, *options: str, within: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    command = [*within, sys.executable, "-m", "deploy.cli", "demo", "--dir", str(folder), *options]
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert (folder / "summary.json").exists(), done.stdout + done.stderr
     assert done.returncode == 1, done.stdout + done.stderr  # the bars of learning are missed
     return done.stdout, read_summary(folder)
@@ -33,17 +60,33 @@ def _nothing_is_left(folder: Path) -> None:
     assert not socket_path(folder / "redis").exists()
 
 
+@pytest.fixture(scope="module")
+def short_demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    """Folder, output and summary of one short demo; without a network where that can be had."""
+    folder = tmp_path_factory.mktemp("short") / "demo"
+    said, summary = _run(folder, "--steps", "8", "--seed", "1", within=LOOPBACK_ONLY if _can_leave_the_network() else ())
+    return folder, said, summary
+
+
 @pytest.mark.demo
 @pytest.mark.timeout(540)
-def test_a_short_demo_holds_everything_but_what_takes_learning(tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
-    said, summary = _run(folder, "--steps", "8", "--seed", "1")
+def test_a_short_demo_holds_everything_but_what_takes_learning(short_demo: tuple[Path, str, dict[str, Any]]) -> None:
+    folder, said, summary = short_demo
     # A run this short has a publish lag of its start: every engine is behind while it loads.
     assert {bar.name for bar in bars(summary, drill=True) if not bar.met} <= LEARNING
     assert summary["steps"] == 8
     assert "missed: sampled reward at its best" in said
     assert {path.name for path in folder.iterdir()} >= {"audit.jsonl", "checkpoint", "metrics.jsonl", "report.png", "run.toml", "summary.json", "witness.jsonl"}
     _nothing_is_left(folder)
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(540)
+@pytest.mark.skipif(not _can_leave_the_network(), reason="this machine lets nobody make a network namespace")
+def test_it_needs_no_network(short_demo: tuple[Path, str, dict[str, Any]]) -> None:
+    _, said, summary = short_demo
+    assert said.startswith("interfaces: lo\n"), said
+    assert (summary["steps"], summary["groups_lost"]) == (8, 0)
 
 
 @pytest.mark.faults

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from deploy.redis_server import server_command
+from deploy.up import launcher as launcher_module
 from deploy.up.process import ChildProcess, Identity, identity_of
 from deploy.up.records import read_records
 from deploy.up.supervisor import Child, Finish, Phase, Policy, Role
@@ -171,6 +172,90 @@ async def test_exit_2_ends_the_run_with_the_childs_own_words(tmp_path: Path, jou
     assert finish.code == 2
     assert "did you mean producer.count?" in finish.message
     assert "producer-0.log" in finish.message
+
+
+async def test_a_replaced_trainer_is_not_started_again_and_nothing_is_settled(tmp_path: Path, journal: Journal):
+    plan = plan_of(tmp_path, journal, EVERYONE, trainer_0="replaced")
+    launcher = stub.make_launcher(tmp_path, plan)
+    async with running(launcher, plan) as task:
+        finish = await task
+    assert finish.code == 1
+    assert "trainer-0 was replaced" in finish.message
+    assert "must stop" in finish.message
+    assert launcher.lives[Child(Role.TRAINER)].restarts == 0
+    assert not (tmp_path / "settled").exists()
+
+
+async def test_figures_and_records_that_cannot_be_written_end_nothing_and_start_nobody_twice(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(*_arguments: object, **_named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launcher_module, "measure", full)
+    monkeypatch.setattr(launcher_module, "write_records", full)
+    monkeypatch.setattr(launcher_module.Resources, "write", full)
+    plan = plan_of(tmp_path, journal, ["trainer-0", "engine-0"])
+    launcher = stub.make_launcher(tmp_path, plan)
+    async with running(launcher, plan) as task:
+        await journal.until("trainer-0 starts", "engine-0 starts")
+        launcher.request_stop()
+        assert await task == Finish(0)
+    assert not [line for line in journal.said if "starts" in line]
+    assert "processes.json was not written" in caplog.text
+
+
+def test_a_process_that_cannot_be_watched_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started: list[subprocess.Popen[bytes]] = []
+
+    def none_left(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    def popen(*arguments: object, **named: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess_popen(*arguments, **named))  # type: ignore[call-overload]
+        return started[-1]
+
+    subprocess_popen = subprocess.Popen
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(OSError, match="Too many"):
+        ChildProcess.start(["sleep", "100"], log=tmp_path / "log")
+    assert started[0].returncode == -signal.SIGKILL
+
+
+async def test_asked_twice_it_does_not_wait_for_the_summary(tmp_path: Path, journal: Journal):
+    settling = asyncio.Event()
+
+    async def settle() -> None:
+        settling.set()
+        await asyncio.Event().wait()
+
+    plan = plan_of(tmp_path, journal, ["trainer-0"])
+    launcher = stub.make_launcher(tmp_path, plan, settle=settle)
+    async with running(launcher, plan) as task:
+        await journal.until("trainer-0 starts")
+        launcher.request_stop()
+        await asyncio.wait_for(settling.wait(), WAIT_S)
+        launcher.request_stop()
+        finish = await asyncio.wait_for(task, WAIT_S)
+    assert finish == Finish(1, "ended by force")
+
+
+async def test_who_waits_for_redis_to_start_keeps_nobody_from_stopping(tmp_path: Path, journal: Journal):
+    asked = asyncio.Event()
+
+    async def never() -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    plan = plan_of(tmp_path, journal, EVERYONE)
+    launcher = stub.make_launcher(tmp_path, plan, redis_answers=never)
+    async with running(launcher, plan) as task:
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        launcher.request_stop()
+        finish = await asyncio.wait_for(task, WAIT_S)
+    assert "trainer-0 did not drain" in finish.message
+    assert not journal.said
 
 
 async def test_a_child_that_ignores_the_wish_to_stop_is_killed_and_the_exit_code_is_1(tmp_path: Path, journal: Journal):

@@ -35,6 +35,11 @@ def test_a_long_folder_gets_a_short_socket(tmp_path: Path):
     assert server_command(deep).url.endswith(str(socket_path(deep)))
 
 
+def test_the_command_alone_writes_nothing(tmp_path: Path):
+    server_command(tmp_path / "data")
+    assert not list(tmp_path.iterdir())
+
+
 async def test_a_second_server_in_a_folder_is_refused_with_the_url_of_the_first(tmp_path: Path):
     said: list[str] = []
     async with redis_server(tmp_path) as url:

@@ -38,7 +38,7 @@ def test_begin_starts_everyone_who_does_not_run():
     assert core.deadline() is None
 
 
-@pytest.mark.parametrize("code", [1, 75, -9, -11, 3])
+@pytest.mark.parametrize("code", [1, 75, -9, -11, 4])
 def test_a_failed_child_is_started_again_after_a_while(code: int):
     core = make()
     assert core.exited(ENGINES[0], code, 1.0) == []
@@ -98,6 +98,30 @@ def test_bad_configuration_is_never_restarted_and_ends_the_run_with_exit_2(child
     assert finish.code == 2
     assert "unknown key" in finish.message
     assert core.lives[child].restarts == 0
+
+
+def test_a_trainer_that_was_replaced_is_final_and_the_record_of_the_run_is_left_to_whoever_has_it_now():
+    core = make()
+    assert set(names(core.exited(TRAINER, 3, 1.0, message="incarnation 2 is attached"))) == {"terminate producer-0", "terminate producer-1"}
+    told: list[Command] = []
+    for child in (*PRODUCERS, *ENGINES):
+        told = core.exited(child, 0, 2.0)
+    assert told == [Terminate(REDIS)], "no summary is written"
+    (finish,) = core.exited(REDIS, 0, 3.0)
+    assert isinstance(finish, Finish)
+    assert (finish.code, core.lives[TRAINER].restarts) == (1, 0)
+    assert "trainer-0 was replaced" in finish.message
+    assert "incarnation 2" in finish.message
+
+
+def test_an_engine_that_was_replaced_stays_away_and_the_run_goes_on():
+    core = make()
+    assert core.exited(ENGINES[0], 3, 1.0) == []
+    assert core.deadline() is None
+    assert core.lives[ENGINES[0]].phase is Phase.DONE
+    assert not core.ending
+    core.exited(TRAINER, 0, 2.0)
+    assert play_out(core, 2.0) == Finish(0)
 
 
 def test_a_drained_trainer_begins_the_end_and_the_rest_may_leave_by_themselves():
@@ -232,7 +256,7 @@ def play_out(core: Supervisor, now: float) -> Finish:
 
 
 KINDS = st.sampled_from(["exit", "exit", "exit", "tick", "stop", "settled"])
-EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 5), st.sampled_from([0, 1, 2, 75, -9])), max_size=60)
+EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 5), st.sampled_from([0, 1, 2, 3, 75, -9])), max_size=60)
 
 
 class World:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from buffer.config import BufferConfig
+from buffer.redis_ledger import RedisLedger
+from consumer.config import stop_seconds
+from deploy import redis_server as redis_server_module
+from deploy.checks import check_weights
 from deploy.cli import main
-from deploy.config import listen
+from deploy.config import UpConfig, listen
 from deploy.demo import tokenizer
-from deploy.redis_server import redis_server
+from deploy.redis_server import ServerCommand, answers, redis_server, server_command
 from deploy.snapshot import PictureSource
 from deploy.up import main as up_main
 from deploy.up.main import UpOptions, up
-from deploy.up.supervisor import Child, Role
+from deploy.up.plan import plan
+from deploy.up.process import ChildProcess, identity_of
+from deploy.up.records import Record, read_records, write_records
+from deploy.up.supervisor import Child, Policy, Role
+from protocol.config import load
 from protocol.connection import Client, connect
-from protocol.errors import ConfigError, RedisUnreachable, RunExists, RunMissing, UnsafeRedis
+from protocol.daemon import SUPERVISED
+from protocol.errors import ConfigError, IdentityMismatch, RedisUnavailable, RedisUnreachable, RunExists, RunMissing, UnsafeRedis
+from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
 from protocol.messages import ProducerStatus
 from protocol.presence import Presence
+from weightsync.safetensors_file import write_tensors
+from weightsync.snapshot import TensorBytes
 
 ROWS = [{"prompt": "3142=", "label": "1234"}, {"prompt": "2211=", "label": "1122"}]
 
@@ -32,7 +47,7 @@ def write_config(folder: Path, **changes: str) -> Path:
         model.mkdir()
         tokenizer.save(model)
         (model / "config.json").write_text('{"model_type": "qwen3"}')
-        (model / "model.safetensors").write_bytes(b"")
+        (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     sections = {
         "run": f'name = "t"\ndir = "{folder}/run"',
@@ -45,6 +60,21 @@ def write_config(folder: Path, **changes: str) -> Path:
     path = folder / "run.toml"
     path.write_text("".join(f"[{name}]\n{lines}\n" for name, lines in sections.items()))
     return path
+
+
+def identity(path: Path, *, seed: int) -> RunIdentity:
+    """Of the run that the file describes, with another seed."""
+    config = load(UpConfig, str(path))
+    return replace(identify(config.run, config.model, config.data, config.rollout), seed=seed)
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Client]:
+    client = connect(url, deadline_s=5.0)
+    try:
+        yield client
+    finally:
+        await client.aclose()
 
 
 def contents(folder: Path) -> set[Path]:
@@ -82,7 +112,7 @@ def test_a_bad_configuration_exits_2_names_the_key_and_writes_nothing(
     ("text", "told"),
     [
         pytest.param('{"prompt": "1=", "label": "1"}\n{"prompt": \n', ["rows.jsonl:2", "not valid JSON"], id="malformed line"),
-        pytest.param("", ["rows.jsonl", "no rows"], id="empty"),
+        pytest.param("", ["rows.jsonl", "is empty"], id="empty"),
         pytest.param('{"prompt": "1=", "label": "1"}\n{"prompt": "2="}\n', ["rows.jsonl:2", '"label"'], id="missing label"),
     ],
 )
@@ -101,6 +131,16 @@ async def test_a_taken_port_is_refused_before_anything_is_written(tmp_path: Path
         path = write_config(tmp_path, http=f"port = {taken.getsockname()[1]}")
         before = contents(tmp_path)
         with pytest.raises(ConfigError, match=r"http\.port"):
+            await up(UpOptions(config=str(path), resume=False))
+    assert contents(tmp_path) == before
+
+
+async def test_a_taken_port_of_an_engine_is_refused_before_anything_is_written(tmp_path: Path):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        path = write_config(tmp_path, engine=f"port = {port - 1}\ncount = 2")
+        before = contents(tmp_path)
+        with pytest.raises(ConfigError, match=rf"engine\.port {port - 1}: engine [01] cannot listen"):
             await up(UpOptions(config=str(path), resume=False))
     assert contents(tmp_path) == before
 
@@ -145,6 +185,148 @@ async def test_a_given_redis_is_asked_whether_it_can_evict_and_whether_the_run_i
             await up(UpOptions(config=str(path), resume=True))
         await client.aclose()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.redis
+async def test_resume_refuses_another_run_of_that_name_before_it_touches_anything(tmp_path: Path, redis_url: str, redis: Client, keys: Keys):
+    path = write_config(tmp_path, run=f'name = "{keys.run}"\ndir = "{tmp_path}/run"\nseed = 1', redis=f'url = "{redis_url}"')
+    await RedisLedger(redis, keys).create(identity(path, seed=0), BufferConfig())
+    before = contents(tmp_path)
+    with pytest.raises(IdentityMismatch, match=r"run\.seed: the run has 0, this process 1"):
+        await up(UpOptions(config=str(path), resume=True))
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.redis
+async def test_resume_with_other_settings_leaves_the_processes_and_the_configuration_of_the_run_alone(tmp_path: Path):
+    path = write_config(tmp_path, run=f'name = "t"\ndir = "{tmp_path}/run"\nseed = 1')
+    folder = tmp_path / "run"
+    async with redis_server(folder / "redis") as url, connected(url) as client:
+        await RedisLedger(client, Keys("t")).create(identity(path, seed=0), BufferConfig())
+    (folder / "run.toml").write_text("# as it was\n")
+    child = ChildProcess.start(["sleep", "100"], log=folder / "logs" / "producer-0.log")
+    try:
+        record = Record(child=Child(Role.PRODUCER), identity=child.identity, command=("sleep", "100"), settings="those", started_at=0.0)
+        write_records(folder, [record], redis_url="")
+        with pytest.raises(IdentityMismatch, match=r"run\.seed"):
+            await up(UpOptions(config=str(path), resume=True))
+        assert identity_of(child.identity.pid) == child.identity, "a healthy process goes on"
+        assert record in read_records(folder)
+    finally:
+        child.kill()
+        await child.wait()
+    assert (folder / "run.toml").read_text() == "# as it was\n"
+    assert not await answers(server_command(folder / "redis").url), "the server that was started to ask is gone"
+
+
+async def test_without_a_server_to_start_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def none() -> Path:
+        raise ConfigError("no Redis server to start")
+
+    monkeypatch.setattr(redis_server_module, "server_binary", none)
+    path = write_config(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match="no Redis server"):
+        await up(UpOptions(config=str(path), resume=False))
+    assert contents(tmp_path) == before
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """A plan whose trainer refuses to start."""
+
+    redis: ServerCommand
+    children: tuple[Child, ...] = (Child(Role.REDIS), Child(Role.TRAINER))
+
+    def argv(self, child: Child) -> tuple[str, ...]:
+        return self.redis.argv if child.role is Role.REDIS else ("sh", "-c", "echo 'model.path: no such architecture' >&2; exit 2")
+
+    def environment(self, _child: Child) -> None:
+        return None
+
+
+@pytest.mark.redis
+async def test_a_new_run_that_never_came_to_be_can_be_started_again_and_costs_the_user_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refusing(_config: object, _file: Path, _sets: object, *, redis: ServerCommand) -> Refusing:
+        return Refusing(redis)
+
+    monkeypatch.setattr(up_main, "plan", refusing)
+    path = write_config(tmp_path, weights=f'store = "{tmp_path}/data"')
+    precious = tmp_path / "data" / "t" / "rows.parquet"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("the user's own")
+    for _ in range(2):
+        with pytest.raises(up_main.UpFailed, match="no such architecture") as failed:
+            await up(UpOptions(config=str(path), resume=False))
+        assert failed.value.exit_code == 2
+        assert {item.name for item in (tmp_path / "run").iterdir()} == {".up.lock", "run.toml", "logs"}
+    assert precious.read_text() == "the user's own"
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(("code", "kept"), [(2, False), (3, True)], ids=["refused", "replaced"])
+async def test_weights_in_shared_memory_go_with_the_run_unless_another_trainer_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kept: bool):
+    memory = tmp_path / "shm" / "t-12345678"
+
+    @dataclass(frozen=True)
+    class Leaving(Refusing):
+        def argv(self, child: Child) -> tuple[str, ...]:
+            script = f"mkdir -p {memory}; exit {code}"  # a version is published, then it ends
+            return self.redis.argv if child.role is Role.REDIS else ("sh", "-c", script)
+
+    def leaving(_config: object, _file: Path, _sets: object, *, redis: ServerCommand) -> Leaving:
+        return Leaving(redis)
+
+    monkeypatch.setattr(up_main, "plan", leaving)
+    monkeypatch.setattr(up_main, "store_folder", lambda _weights, _run: memory)
+    with pytest.raises(up_main.UpFailed):
+        await up(UpOptions(config=str(write_config(tmp_path)), resume=False))
+    assert memory.exists() == kept
+
+
+@pytest.mark.redis
+async def test_a_server_that_does_not_come_up_leaves_a_folder_for_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    @dataclass(frozen=True)
+    class Broken(Refusing):
+        def argv(self, _child: Child) -> tuple[str, ...]:
+            return ("sh", "-c", "echo 'bad directive' >&2; exit 1")
+
+    def broken(_config: object, _file: Path, _sets: object, *, redis: ServerCommand) -> Broken:
+        return Broken(redis)
+
+    monkeypatch.setattr(up_main, "plan", broken)
+    path = write_config(tmp_path)
+    for _ in range(2):
+        with pytest.raises(RedisUnavailable, match="bad directive"):
+            await up(UpOptions(config=str(path), resume=False))
+
+
+def test_a_trainer_is_given_the_time_that_its_own_deadlines_add_up_to(tmp_path: Path):
+    config = load(UpConfig, str(write_config(tmp_path, weights="apply_deadline_s = 1000.0")))
+    given = up_main.policy_for(config).stop_s
+    assert given[Role.TRAINER] > stop_seconds(config.weights) > 1000.0
+    assert given[Role.PRODUCER] == Policy().stop_s[Role.PRODUCER]
+
+
+def test_children_know_that_their_redis_is_right(tmp_path: Path):
+    config = load(UpConfig, str(write_config(tmp_path)))
+    found = plan(config, tmp_path / "run.toml", (), redis=None)
+    assert all(found.environment(child)[SUPERVISED] for child in found.children)
+
+
+def test_weights_that_were_copied_half_are_named(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    for content in (b"", b"\x08", (8).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b"not JSON!"):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"model\.safetensors is no whole"):
+            check_weights(tmp_path)
+    tensor = {"x": TensorBytes(dtype="F32", shape=(4,), data=bytes(16))}
+    path.unlink()
+    write_tensors(path, tensor, durable=False)
+    check_weights(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is no whole"):
+        check_weights(tmp_path)
 
 
 @pytest.mark.redis

@@ -28,15 +28,24 @@ from protocol.wakeups import Topic, wakeups
 ROOT = Path(__file__).parents[2]
 
 
-async def start(config: Path, *arguments: str) -> asyncio.subprocess.Process:
+async def start(config: Path, *arguments: str, piped: bool = False) -> asyncio.subprocess.Process:
+    """A producer that logs into a file, or into a pipe to be read by `said`."""
     with config.with_suffix(".log").open("a") as log:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "producer.main", "-c", str(config), *arguments),
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=log,
+            stderr=asyncio.subprocess.PIPE if piped else log,
         )
+
+
+async def said(process: asyncio.subprocess.Process, words: str) -> None:
+    """Returns once the producer has logged `words`."""
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        while words not in (line := (await process.stderr.readline()).decode()):
+            assert line, f"ended without saying {words!r}"
 
 
 async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str]:
@@ -49,7 +58,7 @@ async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str
         process.kill()
         await process.wait()
         pytest.fail(f"did not end: {log.read_text()}")
-    return code, log.read_text()
+    return code, log.read_text() if process.stderr is None else (await process.stderr.read()).decode()
 
 
 async def until(stage: Any, condition: Any, *topics: Topic) -> Any:
@@ -102,12 +111,10 @@ async def test_groups_under_way_at_sigterm_are_finished_within_the_drain(stage: 
 async def test_it_waits_for_the_run_and_ends_with_it(stage: Any) -> None:
     config = stage.config()
     engine = await stage.engine("a")
-    process = await start(stage.file(), "--index", "0")
+    process = await start(stage.file(), "--index", "0", piped=True)
     presence = Presence(stage.redis, stage.keys, "producer", ProducerStatus)
-    async with asyncio.timeout(30):
-        while not (members := await presence.members()):
-            await asyncio.sleep(0.05)
-    assert [str(member.waiting_for) for member in members] == ["no run"]
+    await said(process, "waiting: ")
+    assert [str(member.waiting_for) for member in await presence.members()] == ["no run"]
 
     await stage.create(config)
     await until(stage, lambda status: status.ready == 5, Topic.READY)

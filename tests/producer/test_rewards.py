@@ -68,6 +68,10 @@ async def test_a_function_may_answer_a_number_or_a_reward(tmp_path: Path, monkey
         ("async def score(sample): return float('nan')", "answered nan, expected a finite number"),
         ("async def score(sample): return None", "answered None, expected a finite number"),
         ("async def score(sample): return True", "answered True, expected a finite number"),
+        ("async def score(sample): return 10**400", "answered a int beyond every float, expected a finite number"),
+        ("async def score(sample): return 10**5000", "answered a int beyond every float, expected a finite number"),
+        ("from producer.rewards import Reward\nasync def score(sample): return Reward(1.0, 'yes')", "exact is 'yes', expected true, false or nothing"),
+        ("from producer.rewards import Reward\nasync def score(sample): return Reward('1')", "answered '1', expected a finite number"),
     ],
 )
 async def test_a_faulty_function_fails_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:

@@ -53,6 +53,16 @@ def test_nothing_qualifies_before_a_trainer_has_attached() -> None:
     assert Routing().choose(Version(1, 0), avoid=(), now=0.0) is None
 
 
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [(Version(2, 9), True), (Version(2, 10), False), (Version(1, 9), True), (Version(3, 1), False)],
+)
+def test_a_version_newer_than_anything_trained_is_unknown(version: Version, known: bool) -> None:
+    core = seen(engine("a", Version(2, 8)))
+    core.trained = 9
+    assert core.knows(version) is known
+
+
 def test_requests_spread_evenly_and_follow_what_is_outstanding() -> None:
     core = seen(engine("a", Version(2, 8)), engine("b", Version(2, 8)))
     chosen = []

@@ -7,10 +7,12 @@ import pytest
 
 from producer.config import RewardConfig
 from producer.rewards import make_grader
-from producer.source import PromptSet, PromptSource, read_rows, split_path
+from producer.source import PromptSet, PromptSource, read_rows
 from producer.template import PromptEncoder
-from protocol.config import DataConfig
+from protocol.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
+from protocol.data_path import split_data_path
 from protocol.errors import ConfigError, DecodeError
+from protocol.identity import RunIdentity, identify
 
 LABELLED = make_grader(RewardConfig(kind="exact_match")).label_fault  # type: ignore[arg-type]
 NUMERIC = make_grader(RewardConfig(kind="numeric_match")).label_fault  # type: ignore[arg-type]
@@ -94,7 +96,21 @@ def test_a_slice_selects_rows_as_in_python_and_keeps_their_lines(tmp_path: Path,
 @pytest.mark.parametrize("cut", ["[a:b]", "[3]", "[1:2:0]", "[1:2:-1]", "[1:2:3:4]", "[]"])
 def test_what_is_no_slice_is_refused_by_key(cut: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.path rows\.jsonl.*is not a slice; use \[start:stop\]"):
-        split_path("data.path", f"rows.jsonl{cut}")
+        split_data_path("data.path", f"rows.jsonl{cut}")
+
+
+def test_brackets_in_a_folder_name_are_no_slice_for_rows_and_identity(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "[v2]"
+    folder.mkdir()
+    spec = write(folder, GOOD, GOOD)
+    whole, half = (_identity(spec + cut, model).dataset for cut in ("", "[:1]"))
+    assert half == whole + "[:1]"
+    assert len(read_rows("data.path", spec + "[:1]", DataConfig(path=spec + "[:1]"), label_fault=LABELLED)) == 1
+    assert split_data_path("data.path", spec + "[:1]").file == split_data_path("data.path", spec).file == Path(spec)
+
+
+def _identity(spec: str, model: Path) -> RunIdentity:
+    return identify(RunConfig(name="r"), ModelConfig(path=str(model)), DataConfig(path=spec), RolloutConfig())
 
 
 def test_a_slice_of_nothing_says_so(tmp_path: Path) -> None:

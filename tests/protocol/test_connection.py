@@ -8,12 +8,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from redis.exceptions import ResponseError
 
 from deploy.redis_server import redis_server, server_command, wait_ready
 from protocol import connection
-from protocol.connection import Client, Script, ServerFacts, check_server, connect
+from protocol.audit import emit
+from protocol.connection import Client, Script, ServerFacts, asking, check_server, connect
 from protocol.errors import ConfigError, RedisUnavailable, RedisUnreachable, UnsafeRedis
 from protocol.keys import Keys
+from protocol.messages import ProducerStatus
+from protocol.presence import Presence
 
 BEAT = Script("protocol", "lua/presence_beat.lua")
 
@@ -180,3 +184,39 @@ async def test_a_cancelled_command_leaves_the_client_usable(redis: Client, keys:
     await asyncio.wait([waiting])
     assert waiting.cancelled()
     assert [await redis.echo(str(i)) for i in range(3)] == [b"0", b"1", b"2"]
+
+
+async def test_a_server_that_takes_no_writes_is_unavailable_with_its_reason(tmp_path: Path) -> None:
+    write = Script("protocol", "lua/emit.lua")
+    async with redis_server(tmp_path) as url, client_of(url, deadline_s=1.0) as client:
+        await client.config_set("maxmemory", 1)
+        with pytest.raises(RedisUnavailable, match="at maxmemory"):
+            await write(client, keys=["k"], args=["op", "{}"])
+        with pytest.raises(RedisUnavailable, match="at maxmemory"), asking("set"):
+            await client.set("k", "1")
+        await client.config_set("maxmemory", 0)
+        await client.config_set("min-replicas-to-write", 1)
+        with pytest.raises(RedisUnavailable, match="takes no writes now"):
+            await write(client, keys=["k"], args=["op", "{}"])
+        await client.config_set("min-replicas-to-write", 0)
+        await client.set("k", "no stream")
+        with pytest.raises(ResponseError, match=r"WRONGTYPE|wrong kind"):
+            await write(client, keys=["k"], args=["op", "{}"])
+
+
+async def test_at_maxmemory_everyone_still_announces_itself_and_events_are_kept(tmp_path: Path) -> None:
+    keys = Keys("full")
+    async with redis_server(tmp_path) as url, client_of(url, deadline_s=1.0) as client:
+        await client.config_set("maxmemory", 1)
+        here = Presence(client, keys, "producer", ProducerStatus)
+        await here.beat("a", ProducerStatus(producer_id="a"))
+        assert [one.producer_id for one in await here.members()] == ["a"]
+        await emit(client, keys, "prepare_failed", {"engine_id": "e0"})
+        assert await client.xlen(keys.audit) == 1
+        await here.leave("a")
+
+
+async def test_an_event_that_redis_does_not_take_is_unavailable(tmp_path: Path) -> None:
+    async with client_of(f"unix://{tmp_path}/no.sock", deadline_s=0.1) as client:
+        with pytest.raises(RedisUnavailable):
+            await emit(client, Keys("none"), "prepare_failed", {})

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from protocol.daemon import SUPERVISED
+
 ROOT = Path(__file__).parents[2]
 FRAME = """
 import asyncio, os, sys
@@ -64,14 +66,14 @@ async with asyncio.TaskGroup() as group:
         ("raise ConfigError('run.name: is wrong')", 2, "rl-test: run.name: is wrong\n"),
         ("raise RedisUnavailable('no answer')", 75, "rl-test: no answer\n"),
         ("raise SchemaTooNew('upgrade')", 2, "rl-test: upgrade\n"),
-        ("raise Fenced('a newer trainer')", 1, "rl-test: a newer trainer\n"),
+        ("raise Fenced('a newer trainer')", 3, "rl-test: a newer trainer\n"),
         ("raise ZeroDivisionError('ours')", 1, "ZeroDivisionError: ours"),
         ("raise asyncio.CancelledError", 1, ""),
         ("raise KeyboardInterrupt", 1, ""),
         (GROUP.format(problems="ConfigError('mend it')"), 2, "rl-test: mend it\n"),
         (GROUP.format(problems="EngineUnavailable('later')"), 75, "rl-test: later\n"),
         (GROUP.format(problems="EngineUnavailable('later'), ConfigError('mend it')"), 2, "rl-test: mend it\n"),
-        (GROUP.format(problems="EngineUnavailable('later'), Fenced('newer')"), 1, "rl-test: newer\n"),
+        (GROUP.format(problems="EngineUnavailable('later'), Fenced('newer')"), 3, "rl-test: newer\n"),
         (GROUP.format(problems="ConfigError('mend it'), ZeroDivisionError('ours')"), 1, "ZeroDivisionError: ours"),
         ("raise BaseExceptionGroup('g', [ExceptionGroup('h', [ConfigError('deep')]), asyncio.CancelledError()])", 2, "rl-test: deep\n"),
         ("raise BaseExceptionGroup('g', [asyncio.CancelledError()])", 1, "ended by a fault"),
@@ -124,6 +126,14 @@ def test_logs_carry_the_role_and_the_level_is_a_setting() -> None:
         assert "low" not in errors
     with daemon(body, ROLLSTREAM_LOG="debug") as process:
         assert " rl-test DEBUG x: low\n" in ended(process)[1]
+
+
+def test_a_redis_that_does_not_answer_is_an_outage_to_a_child_whose_parent_knows_the_address() -> None:
+    for environ, expected in (({}, 2), ({SUPERVISED: "1"}, 75)):
+        with daemon("raise RedisUnreachable('no reply')", **environ) as process:
+            assert ended(process) == (expected, "rl-test: no reply\n")
+    with daemon("raise UnsafeRedis('it evicts')", **{SUPERVISED: "1"}) as process:
+        assert ended(process)[0] == 2
 
 
 def test_an_unknown_log_level_is_a_configuration_error() -> None:

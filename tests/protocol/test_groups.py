@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from protocol.arrays import pack
 from protocol.codec import decode_group, encode_group
 from protocol.errors import DecodeError, SchemaTooNew, WireError
-from protocol.messages import Rollout, RolloutGroup, Span
+from protocol.groups import payload_bound
+from protocol.messages import EngineId, Rollout, RolloutGroup, Span
 from protocol.versions import Version
 from tests.protocol.samples import GROUP, golden, same_group
 from tests.protocol.test_arrays import ARRAYS
@@ -249,3 +250,21 @@ def test_bytes_after_a_zstd_frame_are_refused() -> None:
 def test_a_payload_may_lie_in_a_memoryview() -> None:
     assert same_group(decode_group(memoryview(encode_group(GROUP))), GROUP)
     assert same_group(decode_group(memoryview(encode_group(GROUP, compress=True))), GROUP)
+
+
+def test_no_payload_is_larger_than_its_bound() -> None:
+    """The worst there may be: full length, and every new token of another version."""
+    prompt, new, size = 7, 40, 3
+    spans = tuple(Span(version=Version(10**6, 10**6 + i), start=prompt + i, end=prompt + i + 1) for i in range(new))
+    rollout = Rollout(
+        tokens=np.full(prompt + new, 2**31 - 1, dtype=np.int32),
+        mask=np.array([0] * prompt + [1] * new, dtype=np.uint8),
+        logprobs=np.full(prompt + new, -1e30, dtype=np.float32),
+        spans=spans,
+        reward=-1.0 / 3,
+        finish_reason="length",
+        engine_id=EngineId("r" * 63 + "-engine-1000"),
+    )
+    payload = encode_group(RolloutGroup(rollouts=(rollout,) * size))
+    bound = payload_bound(group_size=size, prompt_tokens=prompt, new_tokens=new)
+    assert bound / 2 < len(payload) <= bound

@@ -3,10 +3,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import orjson
 import pytest
 
 from protocol.config import DataConfig, ModelConfig, RolloutConfig, RunConfig
-from protocol.errors import ConfigError, IdentityMismatch
+from protocol.errors import ConfigError, DecodeError, IdentityMismatch, SchemaTooNew
 from protocol.identity import RunIdentity, identify
 
 
@@ -76,3 +77,34 @@ def test_a_missing_model_folder_is_named_with_its_key(files: Path) -> None:
     (files / "model").rename(files / "moved")
     with pytest.raises(ConfigError, match=r"model.path .*model: no such folder; give a folder with config.json"):
         identity(files)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"data\.path .*data\.jsonl: is empty"),
+        ("\n \n", r"data\.path .*data\.jsonl: is empty"),
+        ('{"prompt": "1"}\n{"prompt": \n', r"data\.jsonl:2: not valid JSON .*; correct or remove the line"),
+        ('{"prompt": "1"}\n\n[1]\n', r"data\.jsonl:3: expected a JSON object, got list"),
+    ],
+)
+def test_no_run_is_made_of_a_file_that_no_producer_can_read(files: Path, text: str, message: str) -> None:
+    (files / "data.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        identity(files)
+
+
+def test_an_identity_reads_back_and_ignores_what_a_newer_minor_schema_added(files: Path) -> None:
+    facts = dataclasses.asdict(identity(files))
+    assert RunIdentity.read(orjson.dumps(facts | {"arch": "x"}), run="r") == identity(files)
+
+
+def test_a_run_of_a_newer_major_schema_says_so_whatever_else_it_holds() -> None:
+    with pytest.raises(SchemaTooNew, match=r"run 'r' was created with schema 2\.x, this process reads up to 1\.x: upgrade rollstream here"):
+        RunIdentity.read(orjson.dumps({"schema_major": 2, "arch": "x"}), run="r")
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"schema_major": 1, "seed": "0"}'])
+def test_what_is_no_identity_is_named(raw: bytes) -> None:
+    with pytest.raises(DecodeError, match="identity of run 'r'"):
+        RunIdentity.read(raw, run="r")

@@ -43,3 +43,11 @@ async def test_a_renewal_in_time_keeps_a_member(redis: Client, keys: Keys) -> No
 async def test_roles_are_apart(redis: Client, keys: Keys) -> None:
     await Presence(redis, keys, "producer", ProducerStatus).beat("a", ProducerStatus(producer_id="a"))
     assert await Presence(redis, keys, "evaluator", ProducerStatus).members() == []
+
+
+async def test_a_status_of_another_language_does_not_hide_the_others(redis: Client, keys: Keys) -> None:
+    producers = Presence(redis, keys, "producer", ProducerStatus)
+    await producers.beat("p", ProducerStatus(producer_id="p"))
+    await redis.hset(keys.presence("producer"), "ghost", b"\xc1garbage")
+    await redis.zadd(keys.presence_deadline("producer"), {"ghost": 1e15})
+    assert [status.producer_id for status in await producers.members()] == ["p"]

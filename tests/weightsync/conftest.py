@@ -74,7 +74,6 @@ class ControlServer:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/model_info", self._info)
-        app.router.add_get("/ready", self._ready)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -155,9 +154,6 @@ class ControlServer:
     async def _info(self, request: web.Request) -> web.Response:
         await self._note(request)
         return web.json_response({"weight_version": self.version})
-
-    async def _ready(self, _: web.Request) -> web.Response:
-        return web.Response(status=503 if self.paused else 200)
 
 
 class Rig:

@@ -9,8 +9,15 @@ import pytest
 
 from protocol.errors import Fenced, ManifestError, StepOrder, WeightError
 from protocol.versions import Version
+from weightsync.claim import Claim
 from weightsync.snapshot import Snapshot
 from weightsync.store import DirectoryStore
+
+
+async def reader(rig: Any, engine: str) -> Claim:
+    """An engine that has taken nothing yet."""
+    await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+    return rig.channel.claim(engine, "b1")
 
 
 async def test_a_published_version_is_newest_and_announced_once(rig: Any):
@@ -19,7 +26,6 @@ async def test_a_published_version_is_newest_and_announced_once(rig: Any):
     assert newest.version == Version(1, 0)
     assert newest.digest == digest
     assert await rig.channel.newest_version() == Version(1, 0)
-    assert await rig.channel.manifest(Version(1, 0)) == newest
     await rig.channel.publish(newest, 1)
     events = await rig.events("published")
     assert [(event["version"], event["digest"], event["bytes"]) for event in events] == [("1:0", digest, newest.total_bytes)]
@@ -28,7 +34,6 @@ async def test_a_published_version_is_newest_and_announced_once(rig: Any):
 async def test_before_the_first_publish_there_is_no_version(rig: Any):
     assert await rig.channel.newest() is None
     assert await rig.channel.newest_version() is None
-    assert await rig.channel.pin("p") is None
     assert await rig.channel.versions() == ()
 
 
@@ -78,14 +83,14 @@ async def test_two_concurrent_publishers_leave_the_newer_version(rig: Any, store
 async def test_collection_keeps_the_newest_few_and_what_is_pinned(rig: Any, store: DirectoryStore):
     for n in range(3):
         await rig.publish(1, n)
-    pinned = await rig.channel.pin("reader")
-    assert pinned.version == Version(1, 2)
+    claim = await reader(rig, "r0")
+    assert (await claim.look(None)).manifest.version == Version(1, 2)
     for n in range(3, 8):
         await rig.publish(1, n)
     assert set(await rig.channel.collect(store, keep=2)) == {Version(1, n) for n in (0, 1, 3, 4, 5)}
     assert await rig.channel.versions() == store.versions() == (Version(1, 2), Version(1, 6), Version(1, 7))
     assert await rig.channel.collect(store, keep=2) == ()
-    await rig.channel.unpin("reader")
+    await rig.registry.leave("r0", "b1")
     assert await rig.channel.collect(store, keep=2) == (Version(1, 2),)
     assert await rig.channel.versions() == store.versions() == (Version(1, 6), Version(1, 7))
 
@@ -111,11 +116,11 @@ async def test_collection_never_deletes_what_an_engine_serves_or_targets(rig: An
 
 async def test_a_pin_that_is_not_renewed_runs_out(rig: Any, store: DirectoryStore, redis: Any, keys: Any):
     await rig.publish(1, 0)
-    await rig.channel.pin("reader")
-    await redis.hset(keys.weight_pins, "reader", "1:0:1")
+    await (await reader(rig, "r0")).look(None)
+    await redis.hset(keys.weight_pins, "r0/target", "1:0:1")
     await rig.publish(1, 1)
     assert await rig.channel.collect(store, keep=1) == (Version(1, 0),)
-    assert not await redis.hexists(keys.weight_pins, "reader")
+    assert not await redis.hexists(keys.weight_pins, "r0/target")
 
 
 async def test_a_collection_that_was_broken_off_is_finished_by_the_next(rig: Any, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch):
@@ -135,16 +140,15 @@ async def test_a_collection_that_was_broken_off_is_finished_by_the_next(rig: Any
     assert store.versions() == (Version(1, 2),)
 
 
-async def test_a_pin_racing_a_collection_holds_or_finds_a_newer_version(rig: Any, store: DirectoryStore):
-    """The pointer read and the pin are one step: whatever a reader was given is there until it lets go."""
+async def test_a_look_racing_a_collection_holds_or_finds_a_newer_version(rig: Any, store: DirectoryStore):
+    """The pointer read and the pin are one step: whatever a reconciler was given is there until it looks again."""
     await rig.publish(1, 0)
     stop = asyncio.Event()
 
     async def read(name: str) -> int:
-        count = 0
+        count, claim = 0, await reader(rig, name)
         while not stop.is_set():
-            manifest = await rig.channel.pin(name)
-            await asyncio.to_thread(store.verify, manifest)
+            await asyncio.to_thread(store.verify, (await claim.look(None)).manifest)
             count += 1
         return count
 

@@ -35,30 +35,27 @@ async def test_a_refusal_carries_the_engines_words(rig: Any, stage: str, words: 
             await EngineControl(rig.session, server.url).update_from_disk((await rig.channel.newest()).location, "1:1", deadline_s=5)
 
 
-async def test_a_paused_engine_is_not_ready_and_answers_no_probe_in_time(rig: Any):
+async def test_a_paused_engine_answers_no_probe_in_time(rig: Any):
     async with rig.server("b1") as server:
         control = EngineControl(rig.session, server.url)
-        assert await control.ready()
         await control.pause("in_place")
-        assert not await control.ready()
         with pytest.raises(EngineUnavailable, match="no answer within"):
             await control.probe(deadline_s=0.05)
         await control.resume()
         await control.resume()
-        assert await control.ready()
+        assert set(await control.probe(deadline_s=5)) == {"boot:b1"}
 
 
 async def test_an_engine_that_is_gone_is_unavailable(rig: Any):
     async with rig.server("b1") as server:
         control = EngineControl(rig.session, server.url)
-    assert not await control.ready(deadline_s=1)
     with pytest.raises(EngineUnavailable):
         await control.resume(deadline_s=1)
     with pytest.raises(EngineUnavailable, match="no time left"):
         await control.resume(deadline_s=0)
 
 
-async def test_engines_without_sessions_or_readiness_are_understood(rig: Any):
+async def test_engines_without_sessions_are_understood(rig: Any):
     async with rig.server("b1") as server:
         await EngineControl(rig.session, server.url).end_session()
 
@@ -131,7 +128,7 @@ async def test_the_key_goes_with_every_call(rig: Any):
             group.create_task(control.pause("abort"))
             group.create_task(control.abort_all())
             group.create_task(control.update_from_disk("/x", "1:1", deadline_s=5))
-            group.create_task(control.ready())
+            group.create_task(control.model_info())
         assert seen == ["Bearer secret"] * 4
     finally:
         await runner.cleanup()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import Fenced, StepOrder, WeightError
+from protocol.errors import Fenced, RedisUnavailable, StepOrder, WeightError
 from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync import publisher as publisher_module
@@ -145,3 +145,32 @@ async def test_leftovers_of_an_earlier_run_are_swept_before_the_first_version(ri
 async def test_a_publisher_that_is_not_running_says_so(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     with pytest.raises(WeightError, match="async with"):
         Publisher(rig.channel, store).submit(snapshot(Version(1, 0)), 1)
+
+
+@pytest.mark.parametrize("problem", [ValueError("a bug"), MemoryError(), RedisUnavailable("at maxmemory")])
+async def test_whatever_ends_the_publisher_is_raised_by_all_who_rely_on_it(
+    rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot], monkeypatch: pytest.MonkeyPatch, problem: Exception
+):
+    await rig.attach(1, 9)
+
+    def write(self: DirectoryStore, snap: Snapshot) -> Manifest:
+        raise problem
+
+    monkeypatch.setattr(DirectoryStore, "write", write)
+    async with asyncio.timeout(20), Publisher(rig.channel, store) as publisher:
+        watch = asyncio.create_task(publisher.failed())
+        publisher.submit(snapshot(Version(1, 3)), 1)
+        with pytest.raises(type(problem)):
+            await publisher.drain(20)
+        with pytest.raises(type(problem)):
+            publisher.submit(snapshot(Version(1, 4)), 1)
+        with pytest.raises(type(problem)):
+            await watch
+
+
+async def test_draining_a_publisher_that_has_ended_is_no_success(rig: Any, store: DirectoryStore):
+    publisher = Publisher(rig.channel, store)
+    async with publisher:
+        await publisher.drain(1)
+    with pytest.raises(WeightError, match="not running"):
+        await publisher.drain(1)

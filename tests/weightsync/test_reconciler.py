@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from protocol.messages import EngineState
 from protocol.versions import Version
 from weightsync import claim as claim_module
 from weightsync import reconcile as reconcile_module
+from weightsync import reconciler as reconciler_module
 from weightsync.control import EngineControl
 from weightsync.store import DirectoryStore
 
@@ -311,3 +313,41 @@ async def test_many_versions_leave_no_keys_no_files_and_no_descriptors_behind(ri
     assert await rig.redis.hlen(rig.keys.reconcilers) == 0
     served = [event["version"] for event in await rig.events("applied") if event["engine_id"] == "e0"]
     assert served == [f"1:{n}" for n in range(14)]
+
+
+async def test_a_take_over_asks_the_engine_only_while_the_lock_is_its_own(rig: Any, monkeypatch: pytest.MonkeyPatch):
+    asked: list[float] = []
+
+    async def end_session(self: EngineControl, *, deadline_s: float) -> None:
+        asked.append(deadline_s)
+
+    monkeypatch.setattr(EngineControl, "end_session", end_session)
+    late, marked = [claim_module.LOCK_S], []
+    unfit = rig.registry.mark_unfit
+
+    async def mark_unfit(engine_id: str, boot_nonce: str, reason: str) -> bool:
+        marked.append(reason)
+        changed: bool = await unfit(engine_id, boot_nonce, reason)
+        if late:
+            slow = late.pop()
+            monkeypatch.setattr(reconciler_module, "_left", lambda end: end - time.monotonic() - slow)
+        return changed
+
+    monkeypatch.setattr(rig.registry, "mark_unfit", mark_unfit)
+    look = claim_module.Claim.look
+
+    async def look_again(self: claim_module.Claim, at_hand: Version | None) -> object:
+        if marked:
+            monkeypatch.setattr(reconciler_module, "_left", lambda end: end - time.monotonic())
+        return await look(self, at_hand)
+
+    monkeypatch.setattr(claim_module.Claim, "look", look_again)
+    await rig.publish(1, 1)
+    async with rig.server("b1") as server:
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        await rig.registry.ack("e0", "b1", Version(1, 1))
+        async with rig.running(rig.reconciler("e0", server)):
+            await rig.until(lambda all_: bool(asked) and all_["e0"].state is EngineState.ROUTABLE)
+    assert marked == ["its reconciler was replaced"]
+    assert len(asked) == 1, "not with a lock that was used up; after renewing it"
+    assert 0 < asked[0] < claim_module.LOCK_S

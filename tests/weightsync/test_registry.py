@@ -3,11 +3,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 
 from protocol.errors import Superseded, WeightError
-from protocol.messages import EngineState
+from protocol.messages import EngineState, EngineStatus
 from protocol.versions import Version
+from protocol.wakeups import Topic
+from weightsync import registry as registry_module
 from weightsync.registry import UpdateTimes
 
 
@@ -110,11 +113,54 @@ async def test_waiting_for_acks_ends_with_the_last_engine_and_names_the_late_one
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
         await rig.registry.ack(engine, "b1", Version(1, 5))
     await rig.registry.ack("e0", "b1", Version(1, 6))
-    assert await rig.registry.wait_acks(Version(1, 5), rig.wakes, deadline_s=5) == ()
-    assert await rig.registry.wait_acks(Version(1, 6), rig.wakes, deadline_s=0) == ("e1",)
+    assert await rig.registry.wait_acks(Version(1, 5), rig.wakes, apply_s=5, most_paused=1) == ()
+    assert await rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=0, most_paused=1) == ("e1",)
     async with asyncio.TaskGroup() as group:
-        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, deadline_s=20))
+        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=20, most_paused=1))
         await rig.registry.ack("e1", "b1", Version(1, 7))
+    assert waiter.result() == ()
+
+
+@pytest.mark.parametrize(("engines", "most_paused", "rounds"), [(1, 1, 1), (2, 1, 2), (4, 2, 2), (9, 1, 3), (0, 1, 1)])
+async def test_the_time_for_acks_is_that_of_updates_one_after_the_other_and_bounded(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, engines: int, most_paused: int, rounds: int
+):
+    for index in range(engines):
+        await rig.registry.beat(rig.status(f"e{index}", "b1"), ttl_s=60)
+    now, waited = [0.0], []
+
+    async def wait(*_topics: Topic, since: int, timeout_s: float) -> None:
+        waited.append(timeout_s)
+        now[0] += timeout_s
+
+    monkeypatch.setattr(registry_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rig.wakes, "wait", wait)
+    late = await rig.registry.wait_acks(Version(1, 0), rig.wakes, apply_s=10.0, most_paused=most_paused)
+    assert late == tuple(f"e{index}" for index in range(engines))
+    assert sum(waited) == pytest.approx(10.0 * rounds if engines else 0.0)
+
+
+async def test_an_engine_that_vanishes_while_its_ack_is_awaited_is_awaited_until_it_is_back(rig: Any):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.ack("e0", "b1", Version(1, 5))
+    lists, looked = rig.registry.engines, asyncio.Queue()
+
+    async def engines() -> list[EngineStatus]:
+        found = await lists()
+        looked.put_nowait([engine.engine_id for engine in found])
+        return found
+
+    rig.registry.engines = engines
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=20, most_paused=1))
+        assert await looked.get() == ["e0"]
+        await rig.registry.beat(rig.status("e0", "b1"), ttl_s=0.001)  # killed
+        while await looked.get() != []:
+            pass
+        await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60)
+        await rig.registry.ack("e0", "b2", Version(1, 6))
+        while await looked.get() != ["e0"]:
+            assert not waiter.done()
     assert waiter.result() == ()
 
 
@@ -186,3 +232,14 @@ async def test_a_reconciler_without_the_lock_changes_nothing(rig: Any):
     assert (await second.look(None)).for_s > 50
     await first.release()
     assert (await second.look(None)).state is EngineState.STARTING
+
+
+async def test_garbage_in_the_registry_stops_nobody_and_goes_when_it_is_overdue(rig: Any, redis: Any, keys: Any):
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("ghost", "b2"), ttl_s=60)
+    await redis.hset(keys.engines, "ghost", b"\xc1garbage")
+    assert [engine.engine_id for engine in await rig.registry.engines()] == ["e0"]
+    facts = orjson.loads(await redis.hget(keys.engine_facts, "ghost"))
+    await redis.hset(keys.engine_facts, "ghost", orjson.dumps(facts | {"expires": 0}))
+    assert [engine.engine_id for engine in await rig.registry.engines()] == ["e0"]
+    assert await redis.hexists(keys.engines, "ghost") == 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import signal
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from weightsync.config import WeightsConfig, store_folder
 from weightsync.safetensors_file import open_tensors, write_tensors
 from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
 from weightsync.store import DirectoryStore
+
+multiprocessing.resource_tracker.ensure_running()  # it keeps a pipe open as long as this process lives
 
 
 def _descriptors() -> int:

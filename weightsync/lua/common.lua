@@ -54,8 +54,8 @@ end
 local function strike(engines, facts, routable, audit_key, engine, boot, reason)
   local left = { engine_id = engine, boot_nonce = boot, reason = reason }
   local raw = redis.call('HGET', engines, engine)
-  if raw then
-    local status = cmsgpack.unpack(raw)
+  local ok, status = pcall(cmsgpack.unpack, raw or '')
+  if ok and type(status) == 'table' then -- else it never beat, or something else is written there
     for _, name in ipairs({ 'busy_s', 'uptime_s', 'paused_s', 'generated_tokens', 'updates' }) do
       left[name] = status[name]
     end

@@ -1,4 +1,4 @@
--- KEYS: weights   ARGV: "fields": names of all fields; "newest": the newest manifest; "newest-version"; else a field
+-- KEYS: weights   ARGV: "fields": names of all fields; "newest": the newest manifest; "newest-version"
 if ARGV[1] == 'fields' then
   return redis.call('HKEYS', KEYS[1])
 end
@@ -6,7 +6,4 @@ local newest = redis.call('HGET', KEYS[1], 'newest')
 if ARGV[1] == 'newest-version' then
   return newest
 end
-if ARGV[1] == 'newest' then
-  return newest and redis.call('HGET', KEYS[1], 'manifest:' .. newest)
-end
-return redis.call('HGET', KEYS[1], ARGV[1])
+return newest and redis.call('HGET', KEYS[1], 'manifest:' .. newest)

@@ -118,7 +118,7 @@ class SlotModel:
         if not error <= self._bound:
             raise ConfigError(
                 f"model.path {self.path}: the embedded engine does not reproduce {self.geometry.model_type} "
-                f'(logits differ by {error:.1e}, at most {self._bound:.0e} expected); use engine.kind = "sglang"'
+                f"(logits differ by {error:.1e}, at most {self._bound:.0e} expected); choose a model of the Llama, Qwen2 or Qwen3 family"
             )
 
 
@@ -162,7 +162,7 @@ def _check_memory(geometry: Geometry, *, slots: int, length: int, dtype: torch.d
 def _geometry(path: str, config: Any) -> Geometry:
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         raise ConfigError(
-            f'model.path {path}: {config.model_type} has layers without full attention, which the embedded engine lacks; use engine.kind = "sglang"'
+            f"model.path {path}: {config.model_type} has layers without full attention, which the embedded engine lacks; choose a model without such layers"
         )
     heads = int(config.num_attention_heads)
     return Geometry(

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 Json: TypeAlias = Mapping[str, Any]
 
 _DEFAULT_NEW_TOKENS = 128
+_PROBES = ("probe-", "HEALTH_CHECK_")
+"""How the ids of requests begin that ask whether the engine decodes, and with what: a reconciler's proof of an update, and `/health_generate`."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "input_embeds": (None,),
@@ -142,6 +144,11 @@ class Request:
     finished_at: float = 0.0
     call: Any = None
     """The HTTP call that waits for it."""
+
+    @property
+    def probe(self) -> bool:
+        """Whether it asks for a sign of life: it is served before all that wait, and a full queue does not refuse it."""
+        return self.rid.startswith(_PROBES)
 
 
 def parse(body: Any, limits: Limits) -> tuple[list[Request], bool]:

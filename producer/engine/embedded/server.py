@@ -140,7 +140,7 @@ class EmbeddedEngine:
         requests, listed = parse(_json(await http.read()), self._limits)
         if self._worker.failure is not None:
             return _error(self._fault(), 500)
-        if len(self._live) + len(requests) > self._max_queued + self._model.slots:
+        if len(self._live) + len(requests) > self._max_queued + self._model.slots and not all(request.probe for request in requests):
             return _error("The request queue is full.", 503)
         await self._run(requests, received)
         failed = next((r.finish for r in requests if r.finish is not None and r.finish.get("status_code")), None)

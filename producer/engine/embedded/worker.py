@@ -8,6 +8,11 @@ waits for: the inbox, when there is nothing to decode or generation is paused
 
 Requests that arrive while paused wait in the queue. An update that comes without a pause lets the running requests finish first and admits none meanwhile, as
 SGLang does.
+
+A probe (`Request.probe`) waits at the head of the queue for the next slot: until it is answered a finished update is not acked, and the engine is routed as
+the version it no longer serves. SGLang has no such rule. There a probe is an ordinary request, first come, first served; with `--enable-priority-scheduling` a
+request with a `priority` goes first, and without it that key is ignored. Its own health checks (ids that begin with HEALTH_CHECK) generate nothing while it is
+busy, so the id of a probe must not begin so.
 """
 
 from __future__ import annotations
@@ -198,7 +203,11 @@ class Worker:
                 if item.abort_all:
                     self._do_abort(_every)
             else:
-                self._waiting.extend(item)
+                for request in item:
+                    if request.probe:
+                        self._waiting.appendleft(request)
+                    else:
+                        self._waiting.append(request)
                 self.counters.queued = len(self._waiting)
 
     def _work(self) -> None:

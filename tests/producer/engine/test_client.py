@@ -15,7 +15,7 @@ from aiohttp import web
 
 from producer.engine.client import EngineClient, Sampling
 from producer.engine.embedded.server import EmbeddedEngine
-from protocol.errors import EngineUnavailable, SampleFailed
+from protocol.errors import EngineUnavailable, SampleAborted, SampleFailed
 from protocol.messages import Span
 from protocol.versions import Version
 
@@ -167,13 +167,14 @@ async def test_nothing_that_must_not_be_trained_on_gets_through(client: EngineCl
         await ask(client, staged)
 
 
-async def test_an_aborted_response_is_accepted_only_on_request_and_with_tokens(client: EngineClient, staged: StagedServer):
+async def test_a_response_that_was_ended_on_purpose_is_told_from_one_that_failed(client: EngineClient, staged: StagedServer):
     staged.answer = change(finish_reason={"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
-    generation = await ask(client, staged, accept_partial=True)
-    assert (generation.finish_reason, len(generation.output_ids)) == ("abort", 3)
-    staged.answer |= {"output_ids": []}
-    with pytest.raises(SampleFailed, match="aborted it after 0 tokens"):
-        await ask(client, staged, accept_partial=True)
+    with pytest.raises(SampleAborted, match="aborted it after 3 tokens: Aborted"):
+        await ask(client, staged)
+    staged.answer = change(finish_reason={"type": "abort", "message": "not finite", "status_code": 500, "err_type": "InternalServerError"})
+    with pytest.raises(SampleFailed, match="not finite") as failure:
+        await ask(client, staged)
+    assert not isinstance(failure.value, SampleAborted)
 
 
 async def test_rounding_above_zero_is_taken_as_zero(client: EngineClient, staged: StagedServer):

@@ -230,17 +230,16 @@ async def test_a_process_told_to_stop_exits_0(run: Run, tmp_path: Path):
 
 
 async def test_a_process_with_a_wrong_setting_exits_2_and_says_which(run: Run, tmp_path: Path):
-    run.values["engine"] |= {"kind": "sglang"}
+    run.values["model"] = {"path": "/nowhere/model"}
     process = await start_process(run, tmp_path)
     _, errors = await process.communicate()
     assert process.returncode == 2
-    assert 'engine.kind = "sglang"' in errors.decode()
+    assert "model.path /nowhere/model: no such folder" in errors.decode()
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"engine": {"kind": "sglang"}}, "does not start SGLang servers yet"),
         ({"redis": {"url": ""}}, r"redis\.url is empty"),
         ({"redis": {"url": "unix:///nowhere/redis.sock"}}, r"redis\.url unix:///nowhere/redis\.sock: no answer"),
         ({"model": {"path": "/nowhere/model"}}, r"model\.path /nowhere/model: no such folder"),
@@ -262,6 +261,24 @@ async def test_a_model_that_cannot_be_loaded_and_a_taken_port_are_configuration_
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await run_host(run.config(engine={"port": port}), 0, asyncio.Event())
+
+
+async def test_each_boot_draws_noise_of_its_own(run: Run, session: aiohttp.ClientSession):
+    seeds = []
+    for _ in range(2):
+        async with run.hosted(asyncio.Event()):
+            (engine,) = await run.until(lambda engines: len(engines) == 1)
+            async with session.get(engine.url + "/server_info") as answer:
+                seeds.append((await answer.json())["random_seed"])
+        await run.until(lambda engines: not engines)
+    assert seeds[0] != seeds[1]
+
+
+def test_the_noise_of_a_boot_follows_from_seed_index_and_nonce():
+    seeds = {host._sampling_seed(seed, index, nonce) for seed in (0, 1) for index in (0, 1) for nonce in ("a", "b")}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    assert host._sampling_seed(7, 1, "a") == host._sampling_seed(7, 1, "a")
 
 
 def test_a_slot_holds_the_longest_request_of_rollouts_and_evaluation(tmp_path: Path):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from producer.engine.embedded.server import EmbeddedEngine
 from protocol.errors import ConfigError
+from weightsync.control import EngineControl
 
 from .conftest import EOS, StartEngine, written_logprobs
 
@@ -283,6 +284,31 @@ async def test_a_full_queue_answers_503(start_engine: StartEngine, session: aioh
         assert [task.result()[0] for task in done] == [503]
         await post(session, engine, "/continue_generation", {})
         assert [(await task)[0] for task in held] == [200, 200]
+
+
+async def test_a_probe_is_served_before_all_that_wait_and_by_a_full_queue_too(start_engine: StartEngine, session: aiohttp.ClientSession):
+    """The reconciler's own probe, so that both sides mean the same ids."""
+    async with start_engine(slots=1, max_queued=4) as engine:
+        finished: list[str] = []
+
+        async def ask(rid: str, tokens: int) -> None:
+            await post(session, engine, "/generate", body(tokens, rid=rid))
+            finished.append(rid)
+
+        async def probe() -> None:
+            assert set(await EngineControl(session, engine.url).probe(deadline_s=20)) == {"1:0"}
+            finished.append("probe")
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask("running", 200))
+            await generating(engine, 5)
+            for i in range(4):
+                tasks.create_task(ask(f"waiting-{i}", 20))
+            while engine.counters.queued < 4:
+                await asyncio.sleep(0)
+            assert (await post(session, engine, "/generate", body(2)))[0] == 503
+            tasks.create_task(probe())
+        assert finished[:2] == ["running", "probe"]
 
 
 async def test_a_taken_port_is_a_configuration_error_that_names_it(start_engine: StartEngine):
