@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import orjson
 import xxhash
@@ -31,7 +31,7 @@ class RunIdentity:
     """xxh3-128 of the tokenizer's files."""
 
     @classmethod
-    def read(cls, raw: bytes, *, run: str) -> RunIdentity:
+    def read(cls, raw: bytes | str, *, run: str) -> RunIdentity:
         """The identity a run was created with. Fields this process does not know are a newer minor schema's, and ignored.
 
         Raises: `SchemaTooNew` for a run of a newer major; `DecodeError` naming the field.
@@ -43,7 +43,7 @@ class RunIdentity:
             raise DecodeError(f"identity of run {run!r}", f"not what a run is created with ({problem})") from problem
         if type(major) is int and major > SCHEMA[0]:
             raise SchemaTooNew(f"run {run!r} was created with schema {major}.x, this process reads up to {SCHEMA[0]}.x: upgrade rollstream here")
-        return cast("RunIdentity", reader(cls)(facts, f"identity of run {run!r}"))
+        return cast("RunIdentity", reader(cast("Any", cls))(facts, f"identity of run {run!r}"))
 
     def check(self, joining: RunIdentity, *, run: str) -> None:
         """Raises: `IdentityMismatch` naming every difference."""
