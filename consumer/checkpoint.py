@@ -133,18 +133,22 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
     )
 
 
-def sweep(folder: Path, kept: Collection[CheckpointRef], *, below: tuple[int, int] | None = None) -> list[str]:
+def sweep(folder: Path, kept: Collection[CheckpointRef], *, incarnation: int, below: tuple[int, int] | None = None) -> list[str]:
     """Delete half-written folders and checkpoints that the ledger does not keep; returns their names. Nothing else in `folder` is touched.
 
+    `incarnation`: the caller's. What a later one wrote stays: a trainer that was replaced, and does not know it yet, must not delete its successor's.
     `below`: only checkpoints older than this (step, incarnation), so that a newer one that is just being registered stays.
     """
     names = {checkpoint_name(reference.step, reference.incarnation) for reference in kept} | {Path(reference.path).name for reference in kept}
     removed: list[str] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        half = path.name.startswith(f"{_TEMPORARY}step-") and below is None
-        stale = _NAME.fullmatch(path.name) is not None and path.name not in names and (below is None or _order(path.name) < below)
-        if path.is_dir() and (half or stale):
-            shutil.rmtree(path)
+        name = path.name.removeprefix(_TEMPORARY)
+        if not (_NAME.fullmatch(name) and path.is_dir()) or _order(name)[1] > incarnation:
+            continue
+        half = name != path.name and below is None
+        stale = name == path.name and name not in names and (below is None or _order(name) < below)
+        if half or stale:
+            shutil.rmtree(path, ignore_errors=True)  # another trainer of the run may be sweeping too
             removed.append(path.name)
     return removed
 

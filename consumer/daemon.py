@@ -88,7 +88,7 @@ async def run_trainer(
             attachment = await ledger.attach(start.checkpoint, trainer_id=trainer_id)
             _LOG.info("attached as incarnation %d after step %d", attachment.incarnation, attachment.resume_step)
             kept = () if start.checkpoint is None else (await ledger.status()).checkpoints
-            await asyncio.to_thread(sweep, config.checkpoint_folder, kept)
+            await asyncio.to_thread(sweep, config.checkpoint_folder, kept, incarnation=attachment.incarnation)
             store = DirectoryStore(store_folder(config.weights, config.run), config.model.path)
             async with Publisher(Channel(client, keys), store, keep=config.weights.keep) as publisher:
                 here = _Here(ledger=ledger, waker=waker, worker=worker, publisher=publisher, attachment=attachment, trainer_id=trainer_id)

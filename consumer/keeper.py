@@ -81,5 +81,5 @@ class Keeper:
         reference = CheckpointRef(step=step, incarnation=self._incarnation, digest=checkpoint.digest, path=str(path))
         kept = await self._ledger.checkpoint(self._incarnation, reference, keep=self._config.keep)
         self.journal.forget(min(one.step for one in kept) if len(kept) >= self._config.keep else 0)
-        removed = await asyncio.to_thread(sweep, self._folder, kept, below=(step, self._incarnation))
+        removed = await asyncio.to_thread(sweep, self._folder, kept, incarnation=self._incarnation, below=(step, self._incarnation))
         _LOG.info("checkpoint of step %d registered; %d kept, removed %s", step, len(kept), removed or "none")

@@ -20,8 +20,8 @@ T = TypeVar("T")
 TTL_S = 10.0
 _RENEW_S = TTL_S / 4
 _GIVE_BACK_S = 1.0
-_CLAIM = Script("producer", "lua/eval_claim.lua")
-_END = Script("producer", "lua/eval_end.lua")
+_CLAIM = Script("producer", "lua/eval_claim.lua", flags="allow-oom")
+_END = Script("producer", "lua/eval_end.lua", flags="allow-oom")
 
 
 class Phase(StrEnum):

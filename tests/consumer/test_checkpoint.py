@@ -116,10 +116,10 @@ def test_sweeping_deletes_only_half_written_and_unkept_checkpoints(tmp_path: Pat
         (tmp_path / name).mkdir()
     (tmp_path / "step-000001-9").write_text("a file")
     kept = [CheckpointRef(step=2, incarnation=1, digest="", path=str(tmp_path / "step-000002-1"))]
-    assert sweep(tmp_path, kept, below=(3, 2)) == ["step-000001-1"]
-    assert sweep(tmp_path, kept) == [".tmp-step-000009-1", "step-000003-2", "step-000004-1"]
+    assert sweep(tmp_path, kept, incarnation=2, below=(3, 2)) == ["step-000001-1"]
+    assert sweep(tmp_path, kept, incarnation=2) == [".tmp-step-000009-1", "step-000003-2", "step-000004-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step-000001-9", "step-000002-1", "step-notes"]
-    assert sweep(tmp_path / "not-there", kept) == []
+    assert sweep(tmp_path / "not-there", kept, incarnation=2) == []
 
 
 class Registry:
@@ -207,3 +207,10 @@ def test_a_checkpoint_s_folder_is_on_the_disk_with_the_names_above_it(
     write_checkpoint(tmp_path / "a" / "b", checkpoint_of(trained_backend), model_path=model_path)
     assert synced[:2] == [tmp_path, tmp_path / "a"]
     assert synced[-1] == tmp_path / "a" / "b"
+
+
+def test_a_replaced_trainer_does_not_sweep_what_its_successor_wrote(tmp_path: Path) -> None:
+    for name in ("step-000001-1", "step-000004-2", ".tmp-step-000005-2", ".tmp-step-000003-1"):
+        (tmp_path / name).mkdir()
+    assert sweep(tmp_path, (), incarnation=1) == [".tmp-step-000003-1", "step-000001-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-step-000005-2", "step-000004-2"]
