@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,8 @@ from producer.engine.embedded.cache import SlotCache
 from producer.engine.embedded.direct import DirectBody, direct_body
 from protocol.errors import ConfigError
 
+_LOADING = threading.Lock()
+"""transformers changes state of the whole process while it builds a model; two at a time would leave weights out, also for those that come later."""
 _TOLERANCE = 1e-3
 """How far logits computed over slots may be from the model's own forward, relative to their largest magnitude (float32; reduced types get 30 times that)."""
 
@@ -136,7 +139,8 @@ def load(path: str, *, slots: int, max_length: int = 0, wanted: int = 0, dtype: 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
         config = AutoConfig.from_pretrained(path)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        with _LOADING:
+            model: nn.Module = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as problem:  # transformers raises almost anything for a bad folder, and the message is what helps
         raise ConfigError(f"model.path {path}: cannot be loaded ({type(problem).__name__}: {problem})") from problem
