@@ -31,15 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rollstream", description="Fully asynchronous RL post-training.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     from deploy.up import arguments as up_arguments
 
     up = _with_file(commands, "up", _up, "run everything of a run on this machine, to its end")
     up_arguments.add_arguments(up)
+    up.description = (
+        "Run Redis, trainer, engines, producers and the HTTP service of a run on this machine, to its end. Ctrl-C stops it in good order at a step, and "
+        "--resume goes on from there; a second Ctrl-C ends it at once. Exit codes: 0 drained, 1 fault, 2 bad configuration, 75 Redis did not come up."
+    )
     engine = _with_file(commands, "engine", _engine, "one engine host: an engine with its reconciler")
     engine.add_argument("--index", type=_index, default=0, metavar="I", help="which of the run's engines this is: 0, 1, …")
-    _with_file(commands, "serve", _serve, "the HTTP service")
+    serve = _with_file(commands, "serve", _serve, "the HTTP service")
+    serve.description = (
+        "Answer /metrics (Prometheus), /v1/... (JSON), /healthz and /readyz about a run from its Redis, at http.host and http.port (8765), and print where. It "
+        "outlives the run; Ctrl-C ends it. Exit codes: 0 ended so, 1 fault, 2 bad configuration."
+    )
     redis = commands.add_parser("redis", help="an embedded Redis by hand; prints its URL", description="An embedded Redis server, until Ctrl-C.")
     redis.add_argument("--dir", default="runs/redis", metavar="FOLDER", help="where its data lie (default: runs/redis)")
     redis.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="everysec", help="fsync policy of its log")
@@ -62,9 +71,11 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     show.add_argument("--json", action="store_true", help="for programs")
     demo = commands.add_parser("demo", help="the main job end to end on embedded defaults", description="Trains a tiny model through every part of rollstream.")
     if demo_wanted:
+        from deploy.demo.main import DESCRIPTION
         from deploy.demo.main import add_arguments as add_demo_arguments
 
         add_demo_arguments(demo)
+        demo.description = DESCRIPTION
     demo.set_defaults(handler=_demo)
     return parser
 
@@ -75,6 +86,20 @@ def _with_file(commands: argparse._SubParsersAction[argparse.ArgumentParser], na
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated")
     parser.set_defaults(handler=handler)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looked up when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("rollstream")
+        except PackageNotFoundError:
+            found = "(not installed: run from its sources)"
+        sys.stdout.write(f"rollstream {found}\n")
+        parser.exit()
 
 
 def _index(text: str) -> int:

@@ -41,15 +41,15 @@ class Processes(Protocol):
     def notes(self) -> Sequence[tuple[float, str]]: ...
 
 
-async def show(source: PictureSource, processes: Processes, *, live: bool) -> None:
-    """Show the run for ever; cancelled at its end. `live`: on a terminal that is ours alone."""
+async def show(source: PictureSource, processes: Processes, *, live: bool, last_step: int = 0) -> None:
+    """Show the run for ever; cancelled at its end. `live`: on a terminal that is ours alone. `last_step`: where it is to end; 0: not by steps."""
     if live:
-        await _show_live(source, processes)
+        await _show_live(source, processes, last_step)
     else:
-        await _show_lines(source)
+        await _show_lines(source, last_step)
 
 
-async def _show_live(source: PictureSource, processes: Processes) -> None:
+async def _show_live(source: PictureSource, processes: Processes, last_step: int) -> None:
     picture: Picture | None = None
     trouble = ""
     with Live(Text("starting …"), console=Console(), auto_refresh=False, transient=False) as view:
@@ -58,16 +58,16 @@ async def _show_live(source: PictureSource, processes: Processes) -> None:
                 picture, trouble = await source.picture(), ""
             except (RollstreamError, RedisError, OSError) as problem:
                 trouble = f"Redis does not answer: {problem}"
-            view.update(render(picture, processes.lives, list(processes.notes), trouble), refresh=True)
+            view.update(render(picture, processes.lives, list(processes.notes), trouble, last_step=last_step), refresh=True)
             await asyncio.sleep(_REFRESH_S)
 
 
-async def _show_lines(source: PictureSource) -> None:
+async def _show_lines(source: PictureSource, last_step: int) -> None:
     """One line every few seconds, when something moved."""
     shown = ""
     while True:
         try:
-            text = line(await source.picture())
+            text = line(await source.picture(), last_step=last_step)
         except (RollstreamError, RedisError, OSError) as problem:
             text = f"Redis does not answer: {problem}"
         if text != shown:
@@ -77,8 +77,8 @@ async def _show_lines(source: PictureSource) -> None:
         await asyncio.sleep(_PLAIN_S)
 
 
-def line(picture: Picture) -> str:
-    """A run in one line: step, reward, staleness, buffer, rate, versions, who waits."""
+def line(picture: Picture, *, last_step: int = 0) -> str:
+    """A run in one line: step, reward, staleness, buffer, rate, versions, who waits, what fails."""
     ledger = picture.ledger
     if ledger is None:
         return "waiting for the trainer to create the run"
@@ -86,13 +86,14 @@ def line(picture: Picture) -> str:
     engines = " ".join(str(engine.version) if engine.state is EngineState.ROUTABLE else engine.state.value for engine in picture.engines) or "none"
     waits = ", ".join(f"{who} {edge} {seconds:.0f}s" for who, edge, seconds in waiting(picture))
     parts = [
-        f"step {ledger.trained}",
+        f"step {_step(ledger.trained, last_step)}",
         f"reward {'-' if picture.reward is None else f'{picture.reward:.3f}'}",
         f"staleness {staleness.mean:.2f} (p99 {staleness.p99}, max {staleness.max})",
         f"buffer {ledger.generating} generating {ledger.ready} ready {ledger.leased} leased of {ledger.admission_limit}",
-        f"{picture.tokens_per_s:.0f} tokens/s",
+        f"{_rate(picture)} tokens/s",
         f"engines {engines}",
         *([f"waiting: {waits}"] if waits else []),
+        *([failed] if (failed := failures(picture)) else []),
         *(["draining"] if ledger.state.value == "draining" else []),
     ]
     return "  ".join(parts)
@@ -102,12 +103,31 @@ def waiting(picture: Picture) -> list[tuple[str, str, float]]:
     """Who waits, for what, and for how many seconds."""
     members = [
         *((status.producer_id, status.waiting_for, status.waiting_since) for status in picture.producers),
-        *((status.trainer_id, status.waiting_for, status.waiting_since) for status in picture.trainers),
+        *(("trainer", status.waiting_for, status.waiting_since) for status in picture.trainers),
     ]
     return [(who, edge.value, max(0.0, picture.at - since)) for who, edge, since in members if edge is not None]
 
 
-def render(picture: Picture | None, lives: Mapping[Child, Life], notes: Sequence[tuple[float, str]], trouble: str = "") -> RenderableType:
+def failures(picture: Picture) -> str:
+    """Groups that the producers gave up on, and who can say why; empty if there is none."""
+    failing = [status for status in picture.producers if status.groups_failed]
+    if not failing:
+        return ""
+    failed, again = (sum(counts) for counts in zip(*((status.groups_failed, status.samples_retried) for status in failing), strict=True))
+    return f"{failed} groups failed, {again} samples asked again (why: log of {', '.join(status.producer_id for status in failing[:3])})"
+
+
+def _step(trained: int, last_step: int) -> str:
+    return f"{trained} of {last_step}" if last_step else str(trained)
+
+
+def _rate(picture: Picture) -> str:
+    return "-" if picture.tokens_per_s is None else f"{picture.tokens_per_s:.0f}"
+
+
+def render(
+    picture: Picture | None, lives: Mapping[Child, Life], notes: Sequence[tuple[float, str]], trouble: str = "", *, last_step: int = 0
+) -> RenderableType:
     """The whole view."""
     parts: list[RenderableType] = []
     if trouble:
@@ -115,12 +135,12 @@ def render(picture: Picture | None, lives: Mapping[Child, Life], notes: Sequence
     if picture is None or picture.ledger is None:
         parts.append(Text("waiting for the trainer to create the run", style="yellow"))
     else:
-        parts += [_progress(picture), _members(picture)]
+        parts += [_progress(picture, last_step), _members(picture)]
     parts += [_processes(lives), _happenings(picture, notes)]
-    return Panel(Group(*parts), title=f"rollstream  {picture.run if picture else ''}", title_align="left", border_style="dim")
+    return Panel(Group(*parts), title=f"rollstream  {picture.run if picture else ''}  (version = incarnation:step)", title_align="left", border_style="dim")
 
 
-def _progress(picture: Picture) -> RenderableType:
+def _progress(picture: Picture, last_step: int) -> RenderableType:
     ledger = picture.ledger
     assert ledger is not None
     now, all_of_it, totals = picture.recent_staleness, picture.staleness, picture.totals
@@ -129,7 +149,7 @@ def _progress(picture: Picture) -> RenderableType:
     table.add_column()
     rewards = [point.reward for point in picture.steps]
     shown = "-" if picture.reward is None else f"{picture.reward:.3f}"
-    table.add_row("step", f"{ledger.trained}  incarnation {ledger.incarnation}  {ledger.state.value}")
+    table.add_row("step", f"{_step(ledger.trained, last_step)}  incarnation {ledger.incarnation}  {ledger.state.value}")
     table.add_row("reward", Text.assemble((shown, "bold green"), f"  mean of {WINDOW_STEPS} steps  ", (sparkline(_means(rewards)), "green")))
     if totals.evaluation:
         table.add_row("held out", f"exact {float(totals.evaluation.get('exact', 0.0)):.3f}  ({totals.evaluation.get('phase', '')})")
@@ -142,9 +162,11 @@ def _progress(picture: Picture) -> RenderableType:
             f"  {ledger.generating} generating  {ledger.ready} ready  {ledger.leased} leased  of {ledger.admission_limit}   {waiting_bytes}",
         ),
     )
-    table.add_row("rate", f"{picture.tokens_per_s:.0f} tokens/s generated   {_steps_per_minute(picture)} steps/min   {totals.published} versions published")
+    table.add_row("rate", f"{_rate(picture)} tokens/s generated   {_steps_per_minute(picture)} steps/min   {totals.published} versions published")
     waits = waiting(picture)
     table.add_row("waiting", ",  ".join(f"{who}: {edge} for {seconds:.0f} s" for who, edge, seconds in waits) if waits else "nobody")
+    if failed := failures(picture):
+        table.add_row("failing", Text(failed, style="yellow"))
     return table
 
 

@@ -220,6 +220,10 @@ def table(summary: Summary, *, title: str = "Result") -> Table:
     grid.add_column(style="dim")
     grid.add_column()
     groups = " ".join(f"{summary[f'groups_{what}']} {what}," for what in ("reserved", "trained", "lost", "duplicated"))
+    if dead := sum(summary["groups_dead"].values()):
+        groups += f" {dead} dead,"
+    if summary["groups_outstanding"]:
+        groups += f" {summary['groups_outstanding']} still under way at the end (reserved - trained - dead),"
     rows = [
         ("steps", f"{summary['steps']} in {summary['seconds']:.0f} s, {sum(summary['cpu_seconds'].values()):.0f} CPU s"),
         ("sampled reward", f"{_number(reward['first'])} → {_number(reward['last'])}, best {_number(reward['best'])} ({WINDOW}-step means)"),

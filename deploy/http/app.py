@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 
 import orjson
@@ -41,6 +42,12 @@ _V1: dict[str, Callable[[Picture], BaseModel]] = {
     "/v1/weights": bodies.weights,
 }
 PATHS = (*_V1, "/metrics", "/healthz", "/readyz")
+
+
+def announcement(listener: socket.socket) -> str:
+    """Where the service listens, as a line for people."""
+    host, port = listener.getsockname()[:2]
+    return f"listening on http://{f'[{host}]' if ':' in host else host}:{port}: {' '.join(sorted(PATHS))}\n"
 
 
 def make_app(source: PictureSource) -> web.Application:
@@ -123,6 +130,8 @@ async def serve(config: ReaderConfig, stop: asyncio.Event) -> None:
         raise ConfigError("http.port 0: `rollstream serve` needs a port")
     try:
         async with picture_source(url, config.run.name, folder=config.run.folder) as source, running(source, listener):
+            sys.stdout.write(announcement(listener))
+            sys.stdout.flush()
             await stop.wait()
     finally:
         listener.close()

@@ -76,7 +76,8 @@ class _Collector(Collector):
             yield self._counter(name, text, value)
 
     def _engines(self, picture: Picture) -> Iterator[Metric]:
-        yield self._gauge("rollstream_generated_tokens_per_second", "Over all engines, the last seconds.", picture.tokens_per_s)
+        if picture.tokens_per_s is not None:
+            yield self._gauge("rollstream_generated_tokens_per_second", "Over all engines, since the look before.", picture.tokens_per_s)
         figures: dict[str, tuple[str, Callable[[EngineStatus], float | None]]] = {
             "rollstream_engine_routable": ("1 if it may be asked.", lambda status: float(status.state is EngineState.ROUTABLE)),
             "rollstream_engine_version_step": ("n of the version it serves.", lambda status: None if status.version is None else status.version.n),

@@ -108,6 +108,11 @@ class Launcher:
         return self._core.lives
 
     @property
+    def cut_short(self) -> bool:
+        """The operator asked for the end before the run had come to its own."""
+        return self._core.cut_short
+
+    @property
     def resources(self) -> Resources | None:
         return self._resources
 
@@ -374,8 +379,9 @@ class Launcher:
     def _tell_exit(self, child: Child, code: int) -> None:
         how = f"exit {code}" if code >= 0 else f"signal {-code}"
         life = self._core.lives[child]
-        again = f"; starts again in {max(0.0, life.at - time.monotonic()):.1f} s" if life.at is not None else ""
-        again += " unless the run is over" if again and code == EXIT_DRAINED else ""
+        again = ""
+        if life.at is not None and code != EXIT_DRAINED:  # who left in good order comes back only if the run goes on, and that is told then
+            again = f"; starts again in {max(0.0, life.at - time.monotonic()):.1f} s"
         self._note(f"{child} ended ({how}){again}")
 
     def _note(self, text: str) -> None:

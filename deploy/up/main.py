@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import shlex
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import orjson
 from redis.exceptions import RedisError
 
 from buffer.contract import RunState
@@ -100,8 +102,20 @@ async def up(options: UpOptions) -> Path:
             listener.close()
     if finish.code:
         raise UpFailed(finish)
-    sys.stdout.write(f"run {config.run.name} has ended: {folder / 'summary.json'}\n")
+    sys.stdout.write(_last_word(config, options, cut_short=life.cut_short))
     return folder
+
+
+def _last_word(config: UpConfig, options: UpOptions, *, cut_short: bool) -> str:
+    """How the run ended, and how it goes on."""
+    summary = config.run.folder / "summary.json"
+    if not cut_short:
+        return f"run {config.run.name} has ended: {summary}\n"
+    if not summary.exists():
+        return f"run {config.run.name} was stopped before it had begun\n"
+    step = orjson.loads(summary.read_bytes())["steps"]
+    again = shlex.join(["rollstream", "up", "-c", options.config, *(word for one in options.sets for word in ("--set", one)), "--resume"])
+    return f"run {config.run.name} stopped at step {step}: {summary}\ngo on with: {again}\n"
 
 
 async def _check_place(config: UpConfig, options: UpOptions) -> None:
@@ -167,6 +181,8 @@ class _Up:
         self._fresh = not options.resume and not (self._folder / "redis").exists()
         self._nothing_came_of_it = self._fresh
         """Nobody can have made the run, or everybody has left and it is not there."""
+        self.cut_short = False
+        """The operator asked for the end before the run had come to its own."""
 
     async def run(self) -> Finish:
         file = self._folder / "run.toml"
@@ -188,6 +204,7 @@ class _Up:
                     async with self._observers(launcher, source):
                         self._nothing_came_of_it = False
                         finish = await launcher.run()
+                        self.cut_short = launcher.cut_short
                 finished = True
             except IdentityMismatch:
                 await asyncio.shield(launcher.retreat())
@@ -253,11 +270,13 @@ class _Up:
     @contextlib.asynccontextmanager
     async def _observers(self, launcher: Launcher, source: PictureSource) -> AsyncIterator[None]:
         """HTTP and the view: their faults are told, and never end a run."""
-        from deploy.http.app import serve_app
+        from deploy.http.app import announcement, serve_app
         from deploy.live import show
 
-        looks = [self._observe("view", show(source, launcher, live=self._live))]
+        looks = [self._observe("view", show(source, launcher, live=self._live, last_step=self._config.stop.steps))]
         if self._listener is not None:
+            sys.stdout.write(announcement(self._listener))
+            sys.stdout.flush()
             looks.append(self._observe("http", serve_app(source, self._listener)))
         tasks = [asyncio.create_task(look, name=f"up:observer-{index}") for index, look in enumerate(looks)]
         try:

@@ -170,6 +170,7 @@ class Supervisor:
         self._why: _Why | None = None
         self._stage = 0
         self._asked = False
+        self._cut_short = False
         self._code = EXIT_DRAINED
         self._message = ""
         self._settling: bool | None = None
@@ -183,6 +184,11 @@ class Supervisor:
     @property
     def ending(self) -> bool:
         return self._why is not None
+
+    @property
+    def cut_short(self) -> bool:
+        """The operator asked for the end before the run had come to its own."""
+        return self._cut_short
 
     def begin(self, now: float, *, running: Iterable[Child] = ()) -> list[Command]:
         """Start every child but those that already run."""
@@ -231,7 +237,7 @@ class Supervisor:
     def stop(self, now: float) -> list[Command]:
         """The operator asks for the end, or for a drained run's end not to wait any longer; asked again: end everything at once."""
         if self._why is None:
-            self._asked = True
+            self._asked = self._cut_short = True
             return self._end(_Why.ASKED, EXIT_DRAINED, "", now)
         if not self._asked:
             self._asked = True

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -67,7 +68,7 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
     """Run engine `index` of the run until `stop`, or until the run drains and no producer is left.
 
     Order of stopping: the reconciler ends (the engine is never left paused), the engine leaves the routes, requests under way finish to a deadline, the engine
-    leaves the registry, the server closes.
+    leaves the registry, the last to leave a run that drains clears its versions from shared memory, the server closes.
 
     Raises: `ConfigError` for a model that cannot be served, a port that is taken or a kind that is not there; `RedisUnavailable`; `Superseded` when another
     process took this engine's place; `EngineFault` when the engine breaks.
@@ -192,6 +193,21 @@ class _Host:
                 await self._say_goodbye("fault")
             raise
         await self._say_goodbye("stopped" if stop.is_set() else "run drained")
+        with contextlib.suppress(TimeoutError, RollstreamError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self._clear_memory()
+
+    async def _clear_memory(self) -> None:
+        """Remove the versions of a run that is over from this machine's memory, if nobody is left to read them. A trainer that resumes attaches first, which
+        opens the run, and writes its own. A store on disk stays: it may lie in a folder of the user's.
+        """
+        weights, run = self._config.weights, self._config.run
+        folder = store_folder(weights, run)
+        if weights.store or folder.is_relative_to(run.folder):
+            return
+        if await self._registry.engines() or await self._producers.members() or await self._run_state() is not RunState.DRAINING:
+            return
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _say_goodbye(self, reason: str) -> None:
         async with asyncio.timeout(_LEAVE_S):

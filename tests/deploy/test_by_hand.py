@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 
 from buffer.redis_ledger import RedisLedger
+from deploy.config import ReaderConfig
 from deploy.demo import folder as folders
 from deploy.summary import read_summary
+from protocol.config import load
 from protocol.connection import Client, connect
 from protocol.errors import RunMissing
 from protocol.keys import Keys
 from protocol.messages import ProducerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Topic, Wakeups, wakeups
+from weightsync.config import WeightsConfig, store_folder
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -162,3 +165,6 @@ async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_
     assert summary["groups_trained"] == STEPS * 32
     assert (summary["over_k_tokens"], summary["producers_seen"], summary["incarnations"]) == (0, 3, 1)
     assert [engine["at_final"] for engine in summary["engines"].values()] == [True, True]
+    run = load(ReaderConfig, str(demo.config)).run
+    memory = store_folder(WeightsConfig(), run)
+    assert not memory.exists(), "the last engine has cleared the run's versions from shared memory"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import json
 import os
@@ -19,7 +20,7 @@ from deploy.look import show_config
 from deploy.snapshot import PictureSource
 from protocol.connection import Client, connect
 from protocol.keys import Keys
-from protocol.messages import Event, TrainerStatus
+from protocol.messages import Edge, Event, TrainerStatus
 from protocol.presence import Presence
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,22 @@ def test_a_missing_file_exits_2_and_is_named(capsys: pytest.CaptureFixture[str],
     assert "none.toml: cannot be read" in capsys.readouterr().err
 
 
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.startswith("rollstream ")
+
+
+@pytest.mark.parametrize(("command", "told"), [("up", "Ctrl-C stops it"), ("serve", "/metrics"), ("demo", "fewer than about 300")])
+def test_help_says_what_to_expect_and_the_exit_codes(capsys: pytest.CaptureFixture[str], command: str, told: str):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert told in said
+    assert "Exit codes: 0" in said
+
+
 def test_help_and_engine_commands_import_nothing_heavy():
     code = "import sys, deploy.cli as c; c._parser(demo_wanted=False); print(sorted({'torch', 'redis', 'rich', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -120,7 +137,9 @@ async def test_looks_are_tables_for_people_and_json_for_programs(
         assert await asyncio.to_thread(main, [*words, "-c", path]) == 0
         return capsys.readouterr().out
 
-    assert "step 1" in await look("status")
+    status = await look("status")
+    assert "step 1" in status
+    assert " - tokens/s" in status, "one look tells no rate"
     assert "admission limit" in await look("groups")
     engines = await look("engines")
     assert "engine-0" in engines
@@ -163,7 +182,20 @@ async def test_the_live_view_shows_who_waits_for_whom(redis: Client, keys: Keys,
     text = console.export_text()
     for part in ("producer-0: no slot for 3 s", "0.750", "producer-0 ↻2", "engine-1", "1:1", "signal 9", "Redis does not answer", "1 ready"):
         assert part in text, text
+    assert "incarnation:step" in text
     assert "producer-0 no slot 3s" in live.line(picture)
+    assert "step 1 of 60" in live.line(picture, last_step=60)
+    assert "failed" not in live.line(picture)
+    trainer = dataclasses.replace(picture.trainers[0], waiting_for=Edge.NO_GROUP, waiting_since=picture.at - 2.0)
+    producer = dataclasses.replace(picture.producers[0], groups_failed=7, samples_retried=21)
+    trouble = dataclasses.replace(picture, trainers=(trainer,), producers=(producer,))
+    assert "trainer no group 2s" in live.line(trouble)
+    assert "7 groups failed, 21 samples asked again (why: log of producer-0)" in live.line(trouble)
+    wide = Console(width=150, record=True, file=io.StringIO())
+    wide.print(live.render(trouble, lives, [], last_step=60))
+    shown = wide.export_text()
+    for part in ("1 of 60", "trainer: no group", "7 groups failed, 21 samples asked again"):
+        assert part in shown, shown
     narrow = Console(width=80, record=True, file=io.StringIO())
     long = Event(id="1700000000000-0", op="eval", fields={"phase": "periodic", "boot_nonce": "c80847", "reward": 0.29345703125, "who": "x" * 90})
     assert live.describe(long).startswith("eval: phase periodic, reward 0.293, who")

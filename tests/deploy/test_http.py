@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy import snapshot
 from deploy.config import HttpConfig, ReaderConfig, bind, listen
 from deploy.http import app as http
 from deploy.snapshot import PictureSource, picture_source
@@ -16,6 +20,9 @@ from protocol.config import RedisConfig, RunConfig
 from protocol.connection import Client
 from protocol.errors import ConfigError
 from protocol.keys import Keys
+from protocol.versions import Version
+
+from .conftest import engine
 
 pytestmark = pytest.mark.redis
 Make = Callable[[], Awaitable[object]]
@@ -94,6 +101,16 @@ async def test_metrics_are_prometheus_text_with_the_figures(redis: Client, keys:
     assert samples["rollstream_trained_tokens_total", run] == 18
 
 
+def test_a_rate_needs_a_second_look_however_much_later_it_comes(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rate = snapshot._Rate()
+    status = engine(0, Version(1, 0))
+    assert rate.see([status]) is None
+    now[0] = 30.0
+    assert rate.see([dataclasses.replace(status, generated_tokens=status.generated_tokens + 600)]) == 20.0
+
+
 async def test_without_a_run_the_answer_says_so_and_metrics_still_answer(redis: Client, keys: Keys):
     async with service(PictureSource(redis, keys)) as get:
         status, body = await get("/v1/staleness")
@@ -147,9 +164,20 @@ def test_port_0_means_no_service():
     assert bind(HttpConfig(port=0)) is None
 
 
-async def test_serve_refuses_without_a_port(tmp_path: Path):
-    import asyncio
+async def test_serve_says_where_it_listens(redis: Client, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    url = f"unix://{redis.connection_pool.connection_kwargs['path']}"
+    config = ReaderConfig(run=RunConfig(name=keys.run, dir=str(tmp_path)), redis=RedisConfig(url=url), http=HttpConfig(port=port))
+    stop = asyncio.Event()
+    stop.set()
+    await http.serve(config, stop)
+    said = capsys.readouterr().out
+    assert f"listening on http://127.0.0.1:{port}: " in said
+    assert all(path in said for path in http.PATHS)
 
+
+async def test_serve_refuses_without_a_port(tmp_path: Path):
     config = ReaderConfig(run=RunConfig(name="r"), redis=RedisConfig(url="redis://127.0.0.1:1"), http=HttpConfig(port=0))
     with pytest.raises(ConfigError, match=r"http\.port 0"):
         await http.serve(config, asyncio.Event())

@@ -138,8 +138,10 @@ async def test_stop_goes_from_the_trainer_to_the_engines(tmp_path: Path, journal
     launcher = stub.make_launcher(tmp_path, plan)
     async with running(launcher, plan) as task:
         await journal.until(*(f"{name} starts" for name in EVERYONE))
+        assert not launcher.cut_short
         launcher.request_stop()
         assert (await task).code == 0
+        assert launcher.cut_short
     roles = [line.split("-")[0] for line in journal.said]
     assert roles == ["trainer", "producer", "engine", "engine"]
     assert (tmp_path / "settled").exists()
@@ -158,6 +160,7 @@ async def test_producers_that_leave_a_draining_run_come_back_only_if_it_goes_on(
             while held.phase is not Phase.WAITING:
                 await asyncio.sleep(0)
         assert held.restarts == 0
+        assert [text for _, text in launcher.notes if "ended" in text] == ["producer-0 ended (exit 0)"]
         (tmp_path / "drained").unlink()
         await journal.until("producer-0 starts")
         launcher.request_stop()

@@ -109,6 +109,14 @@ def test_the_table_says_what_a_reader_asks_first() -> None:
         assert said in text
 
 
+def test_the_table_accounts_for_groups_that_were_still_under_way_or_died() -> None:
+    run = small_run()
+    summary = summarise(run.events, run.witness, status=ledger_status())
+    assert "under way" not in _text(summary)
+    text = _text({**summary, "groups_reserved": 10, "groups_dead": {"expired": 1}, "groups_outstanding": 5})
+    assert "10 reserved, 4 trained, 0 lost, 0 duplicated, 1 dead, 5 still under way at the end (reserved - trained - dead)" in text
+
+
 def test_reward_figures_are_means_over_twenty_steps() -> None:
     means = window_means([0.0] * 20 + [1.0] * 20)
     assert (len(means), means[0], means[10], means[-1]) == (21, 0.0, 0.5, 1.0)

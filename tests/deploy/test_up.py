@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -299,6 +302,47 @@ async def test_a_server_that_does_not_come_up_leaves_a_folder_for_another_try(tm
     for _ in range(2):
         with pytest.raises(RedisUnavailable, match="bad directive"):
             await up(UpOptions(config=str(path), resume=False))
+
+
+@pytest.mark.redis
+async def test_it_says_where_it_listens_and_that_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    here = tmp_path / "here"
+
+    @dataclass(frozen=True)
+    class Waiting(Refusing):
+        def argv(self, child: Child) -> tuple[str, ...]:
+            script = f"trap 'exit 0' TERM; touch {here}; while :; do sleep 0.05; done"
+            return self.redis.argv if child.role is Role.REDIS else ("sh", "-c", script)
+
+    def waiting(_config: object, _file: Path, _sets: object, *, redis: ServerCommand) -> Waiting:
+        return Waiting(redis)
+
+    monkeypatch.setattr(up_main, "plan", waiting)
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    path = write_config(tmp_path, http=f"port = {port}")
+    task = asyncio.create_task(up(UpOptions(config=str(path), resume=False)))
+    async with asyncio.timeout(60.0):
+        while not here.exists() and not task.done():
+            await asyncio.sleep(0)
+        if not task.done():  # then somebody handles it
+            os.kill(os.getpid(), signal.SIGINT)
+        await task
+    said = capsys.readouterr().out
+    assert said.count(f"listening on http://127.0.0.1:{port}: ") == 1
+    assert "run t was stopped before it had begun" in said
+
+
+def test_a_run_that_was_stopped_says_at_which_step_and_how_it_goes_on(tmp_path: Path):
+    path = write_config(tmp_path)
+    config = load(UpConfig, str(path))
+    options = UpOptions(config=str(path), resume=False, sets=("run.seed=0",))
+    config.run.folder.mkdir()
+    (config.run.folder / "summary.json").write_text('{"steps": 24}')
+    said = up_main._last_word(config, options, cut_short=True)
+    assert "stopped at step 24" in said
+    assert f"go on with: rollstream up -c {path} --set run.seed=0 --resume\n" in said
+    assert "--resume" not in up_main._last_word(config, options, cut_short=False)
 
 
 def test_a_trainer_is_given_the_time_that_its_own_deadlines_add_up_to(tmp_path: Path):

@@ -26,6 +26,7 @@ from protocol.messages import EngineState, EngineStatus, ProducerStatus
 from protocol.presence import Presence
 from protocol.versions import Version
 from protocol.wakeups import Topic, Wakeups, wakeups
+from weightsync import config as config_of_weights
 from weightsync.channel import Channel
 from weightsync.config import store_folder
 from weightsync.registry import Registry
@@ -104,6 +105,14 @@ class Run:
             stop.set()
             await task
 
+    @contextlib.asynccontextmanager
+    async def two_hosted(self, first: asyncio.Event, second: asyncio.Event, **sections: Any) -> AsyncIterator[tuple[asyncio.Task[None], asyncio.Task[None]]]:
+        """One after the other: transformers does not load two models at once in one process."""
+        async with self.hosted(first) as one:
+            await self.until(lambda engines: len(engines) == 1)
+            async with self.hosted(second, index=1, **sections) as other:
+                yield one, other
+
 
 @pytest_asyncio.fixture
 async def run(redis: Client, keys: Keys, redis_url: str, model_a: Path, tmp_path: Path) -> AsyncIterator[Run]:
@@ -146,7 +155,7 @@ async def test_engines_move_one_by_one_and_both_serve_what_they_have(run: Run, s
 
     await run.create()
     stop = asyncio.Event()
-    async with run.hosted(stop), run.hosted(stop, index=1, weights={"min_interval_s": 3600.0}):
+    async with run.two_hosted(stop, stop, weights={"min_interval_s": 3600.0}):
         first = await run.publish(model_a)
         await run.until(lambda engines: [engine.version for engine in engines] == [first, first])
         second = await run.publish(model_b)
@@ -192,6 +201,52 @@ async def test_it_ends_by_itself_once_the_run_drains_and_the_last_producer_has_l
         async with asyncio.timeout(_WAIT_S):
             await task
     assert await run.registry.engines() == []
+
+
+@pytest.mark.parametrize("own_store", [False, True], ids=["shared memory", "a folder of the user's"])
+async def test_the_last_engine_to_leave_a_drained_run_clears_shared_memory_and_nothing_else(
+    run: Run, model_a: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_store: bool
+):
+    if not own_store:
+        run.values["weights"] = {"store": ""}
+        monkeypatch.setattr(config_of_weights, "_SHARED_MEMORY", tmp_path / "shm")
+        (tmp_path / "shm").mkdir()
+    folder = store_folder(run.config().weights, run.config().run)
+    monkeypatch.setattr(host, "_DRAINED_S", 0.0)
+    await run.create()
+    first, second = asyncio.Event(), asyncio.Event()
+    async with run.two_hosted(first, second) as (one, other):
+        version = await run.publish(model_a)
+        await run.until(lambda engines: [engine.version for engine in engines] == [version, version])
+        first.set()
+        await one
+        assert (folder / f"v{version}".replace(":", "-")).is_dir(), "the run goes on"
+        await run.ledger.drain(version.incarnation, "steps")
+        async with asyncio.timeout(_WAIT_S):
+            await other
+    assert folder.exists() == own_store
+
+
+async def test_an_engine_that_leaves_a_drained_run_clears_nothing_that_another_one_serves(
+    run: Run, model_a: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    run.values["weights"] = {"store": ""}
+    monkeypatch.setattr(config_of_weights, "_SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    folder = store_folder(run.config().weights, run.config().run)
+    monkeypatch.setattr(host, "_DRAINED_S", 3600.0)
+    await run.create()
+    first, second = asyncio.Event(), asyncio.Event()
+    async with run.two_hosted(first, second) as (one, other):
+        version = await run.publish(model_a)
+        await run.until(lambda engines: [engine.version for engine in engines] == [version, version])
+        await run.ledger.drain(version.incarnation, "steps")
+        first.set()
+        await one
+        assert folder.exists()
+        second.set()
+        await other
+    assert not folder.exists()
 
 
 async def start_process(run: Run, tmp_path: Path) -> asyncio.subprocess.Process:
