@@ -1,4 +1,4 @@
-"""The ledger's contract, on both implementations."""
+"""The ledger's contract, on both implementations: one file, because it is one contract, read from reserve to drain."""
 
 from __future__ import annotations
 
