@@ -203,4 +203,5 @@ async def _beat(presence: Presence[TrainerStatus], loop: TrainingLoop, worker: W
     while not done.is_set():
         await presence.beat(loop.status.trainer_id, loop.live_status(busy_s=worker.busy_s))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), _BEAT_S)
+            async with asyncio.timeout(_BEAT_S):
+                await done.wait()

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType, TypeAlias
 
-import numpy as np
-
 from protocol.arrays import Array, FloatArray, IntArray, MaskArray
 from protocol.versions import Version
 
@@ -108,10 +106,6 @@ class Rollout:
     engine_id: str = ""
     """The engine that wrote the last token."""
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
-
-    @property
-    def trainable_tokens(self) -> int:
-        return int(np.count_nonzero(self.mask))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,10 +92,6 @@ class Resources:
         for role, size in by_role.items():
             self._peak_by_role[role] = max(self._peak_by_role.get(role, 0), size)
 
-    @property
-    def peak_pss_bytes(self) -> int:
-        return self._peak
-
     def ended(self, pid: int, role: str, cpu_s: float) -> None:
         """A process is gone; `cpu_s` is what it used, if that is known better than by the last sample."""
         _, seen = self._live.pop(pid, (role, 0.0))
