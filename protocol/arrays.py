@@ -21,6 +21,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 MaskArray: TypeAlias = npt.NDArray[np.uint8]
 
 DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|i1", "<i2", "<u2"})
+_SIZES = {dtype: np.dtype(dtype).itemsize for dtype in DTYPES}
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
 
@@ -61,6 +62,10 @@ def unpack(wire: object, field: str) -> Array:
 
 def unpack_as(wire: object, field: str, dtype: str, dimensions: int) -> Array:
     """As `unpack`, and refuses another dtype or number of dimensions."""
+    if dimensions == 1 and type(wire) is dict and wire.get("dtype") == dtype:  # the usual case, in one look
+        data, shape = wire.get("data"), wire.get("shape")
+        if type(data) is bytes and type(shape) is list and shape == [len(data) // _SIZES[dtype]] and len(data) % _SIZES[dtype] == 0:
+            return np.frombuffer(data, dtype=dtype)
     array = unpack(wire, field)
     if array.dtype.str != dtype or array.ndim != dimensions:
         raise DecodeError(field, f"got {array.dtype.str} of {array.ndim} dimensions, expected {dtype} of {dimensions}")

@@ -16,22 +16,34 @@ from protocol.versions import Version
 
 Reader: TypeAlias = Callable[[object, str], object]
 """`reader(wire value, path)` gives the checked value or raises `DecodeError(path, …)`."""
+_MISSING = object()
 _JSON_SCALARS = frozenset({type(None), bool, int, float, str})
 
 
-def to_wire(value: object) -> object:
+def to_wire(value: object) -> object:  # noqa: PLR0911 - one line a kind of value
     """Plain MessagePack (and JSON) values: versions and enums as strings, tuples as lists, dataclasses as maps."""
-    if isinstance(value, Version):
+    kind = type(value)
+    if kind in _JSON_SCALARS:
+        return value
+    if kind is tuple or kind is list:
+        return [item if type(item) in _JSON_SCALARS else to_wire(item) for item in cast("list[object]", value)]
+    if kind is dict:
+        return {key if type(key) is str else str(key): to_wire(item) for key, item in cast("dict[object, object]", value).items()}
+    if kind is Version:
         return str(value)
+    if (names := _names(kind)) is not None:
+        return {name: to_wire(getattr(value, name)) for name in names}
     if isinstance(value, StrEnum):
         return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_wire(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_wire(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [to_wire(item) for item in value]
     return value
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    """Of a dataclass's fields; None for any other type."""
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 @cache
@@ -44,7 +56,7 @@ def reader(hint: Any) -> Reader:  # noqa: PLR0911 - one line a kind of type
     if hint is Version:
         return _version
     if origin is tuple:
-        return _sequence(reader(parts[0]))
+        return _sequence(parts[0])
     if origin is Mapping:
         return _mapping(reader(parts[0]), reader(parts[1]))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -57,7 +69,7 @@ def reader(hint: Any) -> Reader:  # noqa: PLR0911 - one line a kind of type
 def _message(message_type: type[object]) -> Reader:
     hints = typing.get_type_hints(message_type)
     fields = [
-        (f.name, reader(hints[f.name]), f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
+        (f.name, _exact(hints[f.name]), reader(hints[f.name]), f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
         for f in dataclasses.fields(cast("Any", message_type))
     ]
 
@@ -65,9 +77,12 @@ def _message(message_type: type[object]) -> Reader:
         if not isinstance(wire, dict):
             raise DecodeError(path, f"expected a map, got {type(wire).__name__}")
         values = {}
-        for name, read_field, required in fields:
-            if name in wire:
-                values[name] = read_field(wire[name], f"{path}.{name}")
+        for name, exact, read_field, required in fields:
+            value = wire.get(name, _MISSING)
+            if type(value) is exact:  # the usual case costs no path and no call
+                values[name] = value
+            elif value is not _MISSING:
+                values[name] = read_field(value, f"{path}.{name}")
             elif required:
                 raise DecodeError(f"{path}.{name}", "is missing")
         return message_type(**values)
@@ -75,15 +90,25 @@ def _message(message_type: type[object]) -> Reader:
     return read
 
 
+def _exact(hint: Any) -> type | None:
+    """The type that a value of this hint may have without further checks; None where there are some."""
+    hint = getattr(hint, "__supertype__", hint)
+    return hint if hint in (bool, int, float, str) else None
+
+
 def _optional(parts: tuple[Any, ...]) -> Reader:
     inner = reader(next(part for part in parts if part is not type(None)))
     return lambda wire, path: None if wire is None else inner(wire, path)
 
 
-def _sequence(item: Reader) -> Reader:
+def _sequence(hint: Any) -> Reader:
+    item, exact = reader(hint), _exact(hint)
+
     def read(wire: object, path: str) -> object:
         if not isinstance(wire, list):
             raise DecodeError(path, f"expected a list, got {type(wire).__name__}")
+        if exact is not None and all(type(value) is exact for value in wire):
+            return tuple(wire)
         return tuple(item(value, f"{path}[{i}]") for i, value in enumerate(wire))
 
     return read

@@ -25,6 +25,7 @@ _ROLLOUT_BYTES = 256
 _GROUP_BYTES = 1024
 _TEXT = reader(str)
 _METADATA = reader(get_type_hints(Rollout)["metadata"])
+_NOTHING: dict[str, JsonValue] = {}
 
 
 def payload_bound(*, group_size: int, prompt_tokens: int, new_tokens: int) -> int:
@@ -84,11 +85,11 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
     if not isinstance(metas, list) or len(metas) != len(lengths) or len(rewards) != len(lengths):
         raise DecodeError("rollouts", f"expected {len(lengths)} rollouts and rewards by lengths")
     spans = _spans(body.get("spans"), lengths.tolist())
-    rollouts = []
+    _check_covered(mask, spans, ends.tolist())
+    rollouts, starts = [], (ends - lengths).tolist()
     for i, (meta, end) in enumerate(zip(metas, ends.tolist(), strict=True)):
-        cut, path = slice(end - int(lengths[i]), end), f"rollouts[{i}]"
-        _check_covered(mask[cut], spans[i], path)
-        finish_reason, engine_id, metadata = _meta(meta, path)
+        cut = slice(starts[i], end)
+        finish_reason, engine_id, metadata = _meta(meta, i)
         rollouts.append(
             Rollout(
                 tokens=tokens[cut],
@@ -108,14 +109,18 @@ def _concatenate(arrays: list[Any], dtype: str) -> Any:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
 
 
-def _meta(wire: object, path: str) -> tuple[str, str, Mapping[str, JsonValue]]:
-    if not isinstance(wire, dict):
-        raise DecodeError(path, f"expected a map, got {type(wire).__name__}")
-    return (
-        cast("str", _TEXT(wire.get("finish_reason", "stop"), f"{path}.finish_reason")),
-        cast("str", _TEXT(wire.get("engine_id", ""), f"{path}.engine_id")),
-        cast("Mapping[str, JsonValue]", _METADATA(wire.get("metadata", {}), f"{path}.metadata")),
-    )
+def _meta(meta: object, rollout: int) -> tuple[str, str, Mapping[str, JsonValue]]:
+    path = f"rollouts[{rollout}]"
+    if not isinstance(meta, dict):
+        raise DecodeError(path, f"expected a map, got {type(meta).__name__}")
+    finish_reason, engine_id, metadata = meta.get("finish_reason", "stop"), meta.get("engine_id", ""), meta.get("metadata", _NOTHING)
+    if type(finish_reason) is not str:
+        _TEXT(finish_reason, f"{path}.finish_reason")
+    if type(engine_id) is not str:
+        _TEXT(engine_id, f"{path}.engine_id")
+    if metadata or type(metadata) is not dict:
+        _METADATA(metadata, f"{path}.metadata")
+    return finish_reason, engine_id, metadata
 
 
 def _extras(wire: object) -> dict[str, Array]:
@@ -139,8 +144,14 @@ def _spans(wire: object, lengths: list[int]) -> list[list[Span]]:
     return spans
 
 
-def _check_covered(mask: MaskArray, spans: list[Span], path: str) -> None:
+def _check_covered(mask: MaskArray, spans: Sequence[Sequence[Span]], ends: Sequence[int]) -> None:
     """A token that may enter a loss must have a version, or no guard could judge it (rule V2)."""
-    bare = int(np.count_nonzero(mask)) - sum(int(np.count_nonzero(mask[span.start : span.end])) for span in spans)
-    if bare:
-        raise DecodeError(f"{path}.spans", f"{bare} tokens with mask 1 lie in no span, so nobody knows their version")
+    covered, start = np.zeros(len(mask), dtype=np.uint8), 0
+    for rollout, end in zip(spans, ends, strict=True):
+        for span in rollout:
+            covered[start + span.start : start + span.end] = 1
+        start = end
+    bare = mask > covered
+    if bare.any():
+        first = int(np.searchsorted(ends, int(np.argmax(bare)), side="right"))
+        raise DecodeError(f"rollouts[{first}].spans", f"{int(np.count_nonzero(bare))} tokens with mask 1 lie in no span, so nobody knows their version")

@@ -1,0 +1,179 @@
+"""What must not grow: the cost of a call with the backlog, memory with the groups that went through, and the way from a lease to arrays."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import uuid
+from dataclasses import dataclass
+
+from benchmarks.buffer.loads import Load, header_of, tiny
+from benchmarks.buffer.meter import loop_lag, script_us, spread
+from benchmarks.buffer.sides import new_run
+from buffer.client import TrainerBuffer
+from buffer.config import BufferConfig
+from buffer.contract import CheckpointRef, ChunkRecord, Granted, Slot
+from buffer.redis_ledger import RedisLedger
+from protocol.connection import Client
+from protocol.messages import GroupHeader
+from protocol.versions import Version
+from protocol.wakeups import wakeups
+
+_CALLS = 300
+_CHUNK = 8
+_AT_ONCE = 512
+"""Slots asked for in one call."""
+
+
+async def _reserve(ledger: RedisLedger, count: int, max_bytes: int) -> list[Slot]:
+    slots: list[Slot] = []
+    while len(slots) < count:
+        granted = await ledger.reserve("bench", uuid.uuid4().hex, min(_AT_ONCE, count - len(slots)), max_bytes=max_bytes)
+        assert isinstance(granted, Granted), granted
+        slots += granted.slots
+    return slots
+
+
+async def _fill(ledger: RedisLedger, count: int, version: Version = Version(1, 0)) -> list[GroupHeader]:  # noqa: B008 - a value
+    headers: list[GroupHeader] = []
+
+    async def one(index: int) -> None:
+        header, payload = tiny(slots[index], version=version)
+        headers.append(header)
+        await ledger.put(header, payload)
+
+    slots = await _reserve(ledger, count, 512)
+    await spread(count, one, at_once=32)
+    return headers
+
+
+async def backlog_cost(client: Client, few: int = 1_000, many: int = 100_000) -> dict[str, float]:
+    """Redis microseconds of one reserve, and of one lease of a chunk, with `few` and with `many` READY groups."""
+    cost: dict[str, float] = {}
+    for ready in (few, many):
+        ledger, _, incarnation = await new_run(client, BufferConfig(groups_per_step=4 * many, chunk_groups=_CHUNK, byte_budget=1 << 40))
+        await _fill(ledger, ready)
+        await ledger.open_step(incarnation, 1)
+        await client.config_resetstat()
+        for _ in range(_CALLS):
+            await ledger.reserve("bench", uuid.uuid4().hex, 1, max_bytes=512)
+        cost[f"reserve_us_{ready}"] = await script_us(client)
+        await client.config_resetstat()
+        for index in range(min(_CALLS, ready // _CHUNK // 2)):
+            chunk = await ledger.lease(incarnation, 1, index)
+            assert isinstance(chunk, ChunkRecord)
+        cost[f"lease_us_{ready}"] = await script_us(client)
+        await client.flushdb()
+    cost["ratio"] = max(cost[f"{name}_us_{many}"] / cost[f"{name}_us_{few}"] for name in ("reserve", "lease"))
+    return cost
+
+
+async def overhead(client: Client, load: Load) -> dict[str, float]:
+    """Bytes of Redis memory a READY group takes beyond its payload, and what a bare SET of the same bytes takes beyond them."""
+    count = len(load.payloads)
+
+    async def used() -> float:
+        return float((await client.info("memory"))["used_memory"])
+
+    await client.flushdb()
+    before = await used()
+    for index, payload in enumerate(load.payloads):
+        await client.set(f"bare:{index}", payload)
+    bare = (await used() - before) / count - load.payload_bytes
+    await client.flushdb()
+    ledger, _, _ = await new_run(client, BufferConfig(groups_per_step=max(64, count), byte_budget=1 << 40))
+    slots = await _reserve(ledger, count, load.payload_bytes + 1024)
+    before = await used()
+    for slot, group, payload in zip(slots, load.groups, load.payloads, strict=True):
+        await ledger.put(header_of(slot, group, payload), payload)
+    ours = (await used() - before) / count - load.payload_bytes
+    await client.flushdb()
+    return {"bare_set": bare, "group": ours}
+
+
+async def growth(client: Client, groups: int = 100_000, per_step: int = 256) -> dict[str, float]:
+    """Bytes of Redis memory per group that went through a buffer of two steps, by least squares after the first tenth; the audit stream is trimmed as its
+    spill does.
+    """
+    ledger, keys, incarnation = await new_run(client, BufferConfig(groups_per_step=per_step, pipeline_depth=0.5, chunk_groups=32, byte_budget=1 << 30))
+    done, samples = 0, []
+    for step in range(1, groups // per_step + 1):
+        await _fill(ledger, per_step, Version(incarnation, step - 1))
+        record = await ledger.open_step(incarnation, step)
+        for index in range(-(-record.groups // record.chunk)):
+            await ledger.lease(incarnation, step, index)
+        await ledger.trained(incarnation, step, f"{step:032x}", {})
+        await ledger.checkpoint(incarnation, CheckpointRef(step=step, incarnation=incarnation, digest="", path=""), keep=2)
+        await client.hset(keys.routable, "engine-0", f"1:{step}:{int(time.time() * 1000) + 3_600_000}")  # type: ignore[misc]
+        await client.xtrim(keys.audit, maxlen=0)
+        done += per_step
+        if done > groups // 10:
+            samples.append((done, float((await client.info("memory"))["used_memory"])))
+    slope = statistics.linear_regression([x for x, _ in samples], [y for _, y in samples]).slope
+    await client.flushdb()
+    return {"groups": float(done), "bytes_per_group": slope, "first_bytes": samples[0][1], "last_bytes": samples[-1][1]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """From a lease to arrays, against reading the same bytes bare."""
+
+    groups: int
+    lease_to_arrays_s: float
+    raw_get_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.lease_to_arrays_s / self.raw_get_s
+
+
+async def lease_to_arrays(client: Client, load: Load, groups: int, *, chunk: int, rounds: int) -> Way:
+    """A step of `groups` groups in chunks, leased, read, verified and decoded; and the same keys by bare GET, as many under way. Medians."""
+    ours: list[float] = []
+    raw: list[float] = []
+    for _ in range(rounds):
+        ledger, keys, incarnation = await new_run(client, BufferConfig(groups_per_step=groups, chunk_groups=chunk, byte_budget=1 << 40))
+        headers: list[GroupHeader] = []
+        for index, slot in enumerate(await _reserve(ledger, groups, load.payload_bytes + 1024)):
+            at = index % len(load.groups)
+            header = header_of(slot, load.groups[at], load.payloads[at])
+            headers.append(header)
+            await ledger.put(header, load.payloads[at])
+        names = [keys.payload(header.seq, header.attempt, header.token) for header in headers]
+        started = time.perf_counter()
+        await spread(len(names), lambda i, names=names: client.get(names[i]))  # type: ignore[misc]
+        raw.append(time.perf_counter() - started)
+        await ledger.open_step(incarnation, 1)
+        async with wakeups(client, keys) as waker:
+            buffer = TrainerBuffer(ledger, waker, incarnation)
+            started = time.perf_counter()
+            for index in range(groups // chunk):
+                await buffer.fetch(await buffer.lease(1, index))
+            ours.append(time.perf_counter() - started)
+        await client.flushdb()
+    return Way(groups=groups, lease_to_arrays_s=statistics.median(ours), raw_get_s=statistics.median(raw))
+
+
+async def lag(client: Client, load: Load, rounds: int = 3) -> dict[str, float]:
+    """Event-loop lag in milliseconds, p99, idle and while payloads of about 1 MiB are put and read."""
+    import asyncio
+
+    idle: list[float] = []
+    busy: list[float] = []
+    for _ in range(rounds):
+        async with loop_lag() as lags:
+            await asyncio.sleep(0.5)
+        idle += lags
+        ledger, _, _ = await new_run(client, BufferConfig(groups_per_step=max(64, len(load.groups)), byte_budget=1 << 40))
+        slots = await _reserve(ledger, len(load.groups), load.payload_bytes + 1024)
+        headers = [header_of(slot, group, payload) for slot, group, payload in zip(slots, load.groups, load.payloads, strict=True)]
+        async with loop_lag() as lags:
+            await spread(len(headers), lambda i, ledger=ledger, headers=headers: ledger.put(headers[i], load.payloads[i]))  # type: ignore[misc]
+            await spread(len(headers), lambda i, ledger=ledger, headers=headers: ledger.payload(headers[i]))  # type: ignore[misc]
+        busy += lags
+        await client.flushdb()
+    return {"idle_p99_ms": _p99(idle), "busy_p99_ms": _p99(busy)}
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[int(len(values) * 0.99)] if values else 0.0
