@@ -31,7 +31,7 @@ def to_wire(value: object) -> object:  # noqa: PLR0911 - one line a kind of valu
         return {key if type(key) is str else str(key): to_wire(item) for key, item in cast("dict[object, object]", value).items()}
     if kind is Version:
         return str(value)
-    if (names := _names(kind)) is not None:
+    if (names := _names(cast("Any", kind))) is not None:
         return {name: to_wire(getattr(value, name)) for name in names}
     if isinstance(value, StrEnum):
         return value.value
