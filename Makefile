@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill test check coverage lint format clean $(addprefix lane-,unit redis demo faults)
+.PHONY: help install demo drill test check coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -38,13 +38,16 @@ drill: $(VENV)/installed-all  ## the demo under kill -9 (DRILL=processes or DRIL
 	$(BIN)/rollstream demo --seed $(SEED) --drill $(DRILL)
 
 # The lanes of the test suite, with the minutes each may take on two cores.
-test: lane-unit lane-redis lane-demo lane-faults  ## the whole test suite
+test: lane-unit lane-redis lane-cluster lane-demo lane-faults  ## the whole test suite
 
 lane-unit: $(VENV)/installed-dev  # 4 minutes
-	$(BIN)/pytest -q -m 'not redis and not demo and not faults'
+	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults'
 
 lane-redis: $(VENV)/installed-dev  # 4 minutes
-	$(BIN)/pytest -q -m 'redis and not demo and not faults'
+	$(BIN)/pytest -q -m 'redis and not cluster and not demo and not faults'
+
+lane-cluster: $(VENV)/installed-dev  # 3 minutes
+	$(BIN)/pytest -q -m 'cluster and not demo and not faults'
 
 lane-demo: $(VENV)/installed-dev  # 4 minutes
 	$(BIN)/pytest -q -m 'demo and not faults'

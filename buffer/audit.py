@@ -22,6 +22,7 @@ from protocol.audit import event
 from protocol.connection import Client, asking
 from protocol.durable import append
 from protocol.errors import DecodeError, RedisUnavailable
+from protocol.failpoints import Failpoint, failpoint
 from protocol.keys import Keys
 from protocol.messages import Event, JsonValue
 
@@ -67,6 +68,7 @@ class AuditSpill:
         while entries := await _page(self._client, self._keys, f"({self._last}"):
             lines = b"".join(_line(one) for one in _events(entries))
             await asyncio.to_thread(append, self._path, lines)
+            failpoint(Failpoint.AUDIT_APPENDED)
             self._last = entries[-1][0].decode()
             count += len(entries)
             with asking("audit"):

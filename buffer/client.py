@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from buffer.contract import Blocked, ChunkRecord, Ledger, PutResult, Slot
+from buffer.shares import Share
+from buffer.storage import Storage, read_payloads, storage_answers
 from protocol.codec import decode_group
-from protocol.errors import DecodeError, PayloadLost, SlotLost
+from protocol.errors import ConfigError, DecodeError, PayloadLost, SlotLost
 from protocol.messages import Edge, GroupHeader, Reason, RolloutGroup, Seq, SlotToken
 from protocol.wakeups import Topic, Wakeups
 
 FETCH_BYTES = 2 << 20
 """Payloads are read in batches of about so many bytes: a pipeline of many large payloads is slow."""
 _FETCHES_AT_ONCE = 2
+Agree: TypeAlias = Callable[[int], Awaitable[tuple[int, int]]]
+"""A number of every rank in, the lowest and the highest of them out; all ranks call it the same number of times."""
 
 
 class ProducerBuffer:
@@ -67,10 +72,10 @@ class ProducerBuffer:
         self._forget(header.seq, header.token)
         return result
 
-    async def release(self, slot: Slot, reason: Reason) -> None:
-        """Give a slot up. One that is lost already is no error: somebody else has it."""
+    async def release(self, slot: Slot, reason: Reason, *, why: str = "", lengths: Sequence[int] = ()) -> None:
+        """Give a slot up. One that is lost already is no error: somebody else has it. `why` and `lengths` as in `Ledger.release`."""
         with contextlib.suppress(SlotLost):
-            await self._ledger.release(slot.seq, slot.token, reason)
+            await self._ledger.release(slot.seq, slot.token, reason, why=why, lengths=lengths)
         self._forget(slot.seq, slot.token)
 
     async def give_back(self) -> None:
@@ -116,8 +121,9 @@ class TrainerBuffer:
         chunk, groups = await buffer.fetch(chunk)
     """
 
-    def __init__(self, ledger: Ledger, wakeups: Wakeups, incarnation: int) -> None:
+    def __init__(self, ledger: Ledger, wakeups: Wakeups, incarnation: int, storage: Storage | None = None) -> None:
         self._ledger, self._wakeups, self._incarnation = ledger, wakeups, incarnation
+        self._storage = storage or Storage()
 
     async def lease(self, step: int, chunk: int, on_blocked: Callable[[Edge], None] | None = None) -> ChunkRecord:
         """The chunk, as soon as enough groups are READY. Raises: `Fenced`, `StepOrder`, `RunEnded`."""
@@ -131,21 +137,47 @@ class TrainerBuffer:
             await self._wakeups.wait(Topic.READY, Topic.RUN, since=mark)
 
     async def fetch(self, chunk: ChunkRecord, on_blocked: Callable[[Edge], None] | None = None) -> tuple[ChunkRecord, list[tuple[GroupHeader, RolloutGroup]]]:
-        """The chunk as it is trained, and its groups in its order, verified and decoded.
+        """The chunk as it is trained, and its groups in its order, verified and decoded: payloads from Redis or, of a step that has left it, from the spill;
+        large extras from the blob store.
 
         A payload that is gone or damaged is reported; the chunk then comes back with another group in its place, or with a hole in a step that is
         replayed, and perhaps judged anew: the answer's headers, revision and record, not those of `chunk`, are what is trained.
+        Raises: `StorageUnavailable` if spill or blob store do not say whether they have something; nothing is reported as lost then.
+        """
+        have: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
+        return await self._fetch(chunk, Share(0, 1), have, on_blocked)
+
+    async def fetch_share(
+        self, chunk: ChunkRecord, share: Share, agree: Agree, on_blocked: Callable[[Edge], None] | None = None
+    ) -> tuple[ChunkRecord, list[tuple[GroupHeader, RolloutGroup]]]:
+        """As `fetch`, of one rank's groups only; every rank leases the chunk for itself, so no rank reads for the others.
+
+        `agree(revision)` gives the lowest and the highest revision of all ranks' calls (an all-reduce). Ranks go round until all of them hold the same
+        revision: one that lost a payload changes the chunk, and with it the shares of all (rule P2). Every rank returns the same chunk.
         """
         have: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
         while True:
-            missing = [header for header in chunk.headers if (header.seq, header.token) not in have]
+            chunk, groups = await self._fetch(chunk, share, have, on_blocked)
+            lowest, highest = await agree(chunk.revision)
+            if lowest == highest:
+                return chunk, groups
+            if chunk.revision < highest:
+                chunk = await self.lease(chunk.step, chunk.chunk, on_blocked)
+
+    async def _fetch(
+        self, chunk: ChunkRecord, share: Share, have: dict[tuple[Seq, SlotToken], RolloutGroup], on_blocked: Callable[[Edge], None] | None
+    ) -> tuple[ChunkRecord, list[tuple[GroupHeader, RolloutGroup]]]:
+        """`have` is what was read so far, and keeps what is read now."""
+        while True:
+            mine = share.of(chunk.headers)
+            missing = [header for header in mine if (header.seq, header.token) not in have]
             lost: list[Seq] = []
             for wave in _waves(missing):
-                for found, gone in await self._read_wave(wave):
+                for found, gone in await self._read_wave(chunk.step, wave):
                     have.update(found)
                     lost += gone
             if not lost:
-                return chunk, [(header, have[header.seq, header.token]) for header in chunk.headers]
+                return chunk, [(header, have[header.seq, header.token]) for header in mine]
             for seq in lost:
                 answer = await self._ledger.payload_lost(self._incarnation, chunk.step, chunk.chunk, seq)
             if isinstance(answer, Blocked):
@@ -154,34 +186,37 @@ class TrainerBuffer:
                 answer = await self.lease(chunk.step, chunk.chunk, on_blocked)
             chunk = answer
 
-    async def _read_wave(self, wave: list[list[GroupHeader]]) -> list[tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]]:
+    async def _read_wave(self, step: int, wave: list[list[GroupHeader]]) -> list[tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]]:
         """All batches at once; one that fails ends the others."""
         try:
             async with asyncio.TaskGroup() as reading:
-                tasks = [reading.create_task(self._read(batch), name="trainer:read") for batch in wave]
+                tasks = [reading.create_task(self._read(step, batch), name="trainer:read") for batch in wave]
         except ExceptionGroup as problems:
             raise problems.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _read(self, batch: list[GroupHeader]) -> tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]:
+    async def _read(self, step: int, batch: list[GroupHeader]) -> tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]:
         found: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
         lost: list[Seq] = []
-        try:
-            payloads = await self._ledger.payloads(batch)
-        except PayloadLost as problem:
-            if len(batch) == 1:
-                return found, [Seq(problem.seq)]
-            for header in batch:
-                one, gone = await self._read([header])
-                found |= one
-                lost += gone
-            return found, lost
-        for header, payload in zip(batch, payloads, strict=True):
+        payloads = await read_payloads(self._ledger, self._storage, step, batch)
+        for header in batch:
+            key = header.seq, header.token
+            if key not in payloads:
+                lost.append(header.seq)
+                continue
             try:
-                found[header.seq, header.token] = decode_group(payload)
-            except DecodeError:  # its digest is right, so it was written so: no reader will ever understand it
+                found[key] = await self._with_blobs(header, decode_group(payloads[key]))
+            except (DecodeError, PayloadLost):  # bytes that have the right digest were written so: no reader will ever understand them
                 lost.append(header.seq)
         return found, lost
+
+    async def _with_blobs(self, header: GroupHeader, group: RolloutGroup) -> RolloutGroup:
+        if not header.blobs:
+            return group
+        if self._storage.blobs is None:
+            raise ConfigError(f"group {header.seq} has extras in a blob store, and this process was given none: open the storage of the run's settings")
+        with storage_answers():
+            return await asyncio.to_thread(self._storage.blobs.restore, header, group)
 
 
 def _waves(headers: list[GroupHeader]) -> Iterable[list[list[GroupHeader]]]:

@@ -6,8 +6,8 @@ Nothing here waits: an operation that cannot be granted answers `Blocked(edge)`;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -15,6 +15,9 @@ from buffer.config import BufferConfig
 from protocol.identity import RunIdentity
 from protocol.messages import Attempt, Edge, GroupHeader, JsonValue, Reason, Seq, SlotToken
 from protocol.versions import Lineage, Version
+
+WHY_CHARS = 500
+"""Of what a producer says about a failed attempt so many characters are kept."""
 
 
 class RunState(StrEnum):
@@ -112,6 +115,63 @@ class Attachment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PastStep:
+    """A step as its trainer knows it: what a ledger that lost it is told again (rule R1)."""
+
+    step: int
+    incarnation: int
+    """That trained it."""
+    digest: str
+    """Of the weights after it."""
+    seqs: tuple[Seq, ...]
+    """Its groups, by the witness file."""
+    chunks: tuple[ChunkRecord, ...]
+    """As journalled; none for a step that the oldest kept checkpoint covers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What a trainer knows for certain: the files of its checkpoint, its witness file, its own memory. The truth that a regressed ledger is rebuilt from."""
+
+    incarnations: Mapping[int, tuple[int, int, str]]
+    """Incarnation → (parent, fork step, random id), as far back as is known."""
+    checkpoints: tuple[CheckpointRef, ...]
+    """Kept on disk, ascending."""
+    steps: tuple[PastStep, ...]
+    """On the surviving line, ascending, the last is the newest trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """A group that was set aside: it failed, or was stale, too often, or its payload was lost in a replay."""
+
+    seq: Seq
+    attempt: Attempt
+    reason: Reason
+    failures: int
+    """Counted attempts."""
+    prompt_id: str | None
+    """None: the source decides by `seq`."""
+    why: str
+    """What the last attempt died of, in its producer's words."""
+    at: float
+    """Unix seconds by the clock of Redis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedStep:
+    """How a journalled step ended."""
+
+    step: int
+    incarnation: int
+    """That trained it, on the line that survives."""
+    digest: str
+    """Of the weights after it."""
+    at: float
+    """Unix seconds by the clock of Redis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedReply:
     trained: int
     lineage: Lineage
@@ -130,7 +190,7 @@ class LedgerStatus:
     next_seq: int
     """High-water mark: every smaller `seq` is in exactly one state."""
     low_seq: int
-    """Everything below is TRAINED or DEAD and compacted."""
+    """Everything below is TRAINED or DEAD and compacted, but for dead letters that were queued again."""
     generating: int
     ready: int
     leased: int
@@ -146,6 +206,16 @@ class LedgerStatus:
     lineage: Lineage
     ready_versions: Mapping[Version, int]
     """READY trainable tokens by version."""
+    sequence: int = 0
+    """Of the ledger's newest change; it falls only when the server lost acknowledged writes (rule R1)."""
+    letters: int = 0
+    """Dead letters kept."""
+    dropped: int = 0
+    """The journal holds later steps only."""
+    to_spill: int = 0
+    """Trained steps that wait to be spilled."""
+    readers: Mapping[str, int] = field(default_factory=dict)
+    """Live readers of the journal (rule T7): name → the step each wants next."""
 
     @property
     def outstanding(self) -> int:
@@ -155,7 +225,8 @@ class LedgerStatus:
 class Ledger(Protocol):
     """Every call is atomic and idempotent: asked again after a lost reply, it answers the same and changes nothing.
 
-    Calls that carry an `incarnation` raise `Fenced` if it is not the attached one.
+    Calls that carry an `incarnation` raise `Fenced` if it is not the attached one, and `LedgerRegressed` if the ledger forgot something it had acknowledged
+    to that trainer: then `reassert` before anything else (rule R1).
     """
 
     async def create(self, identity: RunIdentity, settings: BufferConfig) -> bool:
@@ -165,8 +236,9 @@ class Ledger(Protocol):
         """Settings of the run. Raises: `RunMissing`, `IdentityMismatch`."""
 
     # producers --------------------------------------------------------------------------------------------------------------
-    async def reserve(self, owner: str, request_id: str, n: int, *, max_bytes: int) -> Granted | Blocked:
-        """Up to `n` slots and at least 1, each charged `max_bytes`; rules S1, S3, P3.
+    async def reserve(self, owner: str, request_id: str, n: int, *, max_bytes: int, served: Version | None = None) -> Granted | Blocked:
+        """Up to `n` slots and at least 1, each charged `max_bytes`; rules S1, S3, P3. `served`: what the caller's groups are written by, in place of asking
+        for a routable engine; for imports.
 
         Edges, in this order: no trainer (none has ever attached), no slot, no budget, no engine (none routable), no version (none that the guard would take).
         Raises: `RunEnded`; `ConfigError` for a `max_bytes` over the whole budget.
@@ -184,15 +256,23 @@ class Ledger(Protocol):
         Raises: `SlotLost`, `PayloadTooLarge` and, for a version that this run never trained, `DecodeError` (both keep the slot; `release` it as failed).
         """
 
-    async def release(self, seq: Seq, token: SlotToken, reason: Reason) -> None:
-        """FAILED: a counted attempt, retried or dead. FILTERED: dead. GIVEN_BACK: retried, not counted. Raises: `SlotLost`."""
+    async def release(self, seq: Seq, token: SlotToken, reason: Reason, *, why: str = "", lengths: Sequence[int] = ()) -> None:
+        """FAILED: a counted attempt, retried or dead. FILTERED: dead. GIVEN_BACK: retried, not counted. Raises: `SlotLost`.
+
+        `why` goes into the dead letter; `lengths`, sampled tokens of each rollout that was finished, into the audit event, for the report of bias.
+        """
 
     # trainer ----------------------------------------------------------------------------------------------------------------
-    async def attach(self, checkpoint: CheckpointRef | None, *, trainer_id: str) -> Attachment:
+    async def attach(self, checkpoint: CheckpointRef | None, *, trainer_id: str, abandon: Sequence[Seq] | None = None, above: int = 0) -> Attachment:
         """New incarnation and rewind to `checkpoint` in one script (rule T1). Reopens a draining run. None: from the starting weights, step 0.
 
+        `abandon` gives up what was taken after the checkpoint instead of replaying it: TRAINED and LEASED become RELEASED(rewound), and their steps leave the
+        journal (rule T5). It lists the groups, by the witness file, of steps whose journal entries are freed already; with all of them a run may go back
+        further than what is kept. `above` is the newest incarnation the caller has seen anywhere: the new one is greater (rule R1).
+
         Each call is a new attachment; only a repeat by the connection is the same. Its parent is the incarnation before, where the checkpoint lies on that
-        one's line. Newer registered checkpoints are forgotten. Raises: `StepOrder` if `checkpoint` is not registered, or None is older than what is kept.
+        one's line. Newer registered checkpoints are forgotten. Raises: `StepOrder` if `checkpoint` is not registered, or None is older than what is kept;
+        `Fenced` for a repeat that comes after another trainer attached.
         """
 
     async def open_step(self, incarnation: int, step: int) -> StepRecord:
@@ -219,6 +299,50 @@ class Ledger(Protocol):
     async def drain(self, incarnation: int, reason: str) -> None:
         """End of the run (rule T8)."""
 
+    async def reassert(self, incarnation: int, incarnation_id: str, history: History) -> None:
+        """Make a ledger that lost acknowledged writes agree with `history` (rule R1): its groups are TRAINED, whatever they are here; groups in between that
+        nobody remembers are RELEASED; checkpoints are registered; `incarnation` is attached. Raises: `Fenced` if another trainer attached meanwhile.
+        """
+
+    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]]) -> int:
+        """READY → DEAD(recorded): these have gone into a recording and are not trained here. The number that were READY; asked again, 0."""
+
+    async def spillable(self, limit: int) -> tuple[int, ...]:
+        """Up to `limit` steps whose payloads should leave Redis now, ascending: they are over the retention, or trained payloads fill over half the budget.
+        Without `buffer.spill`: none.
+        """
+
+    async def spilled(self, incarnation: int, step: int) -> None:
+        """The step's groups are durable in the spill: their payloads leave Redis and hold no bytes of the budget. Their journal entries stay as long as they
+        would (rule T5); `payload` raises `PayloadLost` for them. Their blobs belong to the spill from now on. Asked again, a no-op.
+
+        Steps are spilled in order. Raises: `Fenced`; `StepOrder` for any but the next one, or one that is not trained.
+        """
+
+    # people and readers -----------------------------------------------------------------------------------------------------
+    async def dead_letters(self, after: Seq, count: int) -> tuple[DeadLetter, ...]:
+        """Up to `count` with a greater `seq` than `after` (-1: from the first), ascending. Filtered and recorded groups leave no letter."""
+
+    async def requeue(self, seqs: Sequence[Seq]) -> tuple[Seq, ...]:
+        """Dead letters become RELEASED, their failures forgotten; those that were letters."""
+
+    async def ready(self, count: int) -> tuple[GroupHeader, ...]:
+        """Headers of the READY groups that would be selected next; nothing is taken."""
+
+    async def follow(self, reader: str, step: int, *, ttl_s: float) -> int:
+        """A reader of the journal says that it wants `step` next, for `ttl_s` (rule T7). It holds nothing back. The newest trained step.
+
+        Raises: `ReplayGap` if the journal has dropped the step.
+        """
+
+    async def sweep(self, delete_blobs: Callable[[Seq, Attempt, SlotToken], Awaitable[None]] | None = None) -> int:
+        """Finish what scripts could not do themselves: on a cluster, payload keys to persist or delete (rule P1); blobs of groups that are gone, where the
+        caller can delete them; steps that outlived the retention. Any live process may call it, at any time; a bounded number of things is done, and told.
+
+        `delete_blobs` deletes all blobs of one attempt, if there are any; what it could not delete (it raises) is asked of a later sweep again. Blobs of
+        groups that were spilled or recorded are not among them: whoever reads the recording needs them.
+        """
+
     async def payload(self, header: GroupHeader) -> bytes:
         """The payload as stored. Raises: `PayloadLost` if it is gone or its digest is not the header's."""
 
@@ -227,6 +351,9 @@ class Ledger(Protocol):
 
     async def step_record(self, step: int) -> StepRecord | None:
         """A journalled step, for readers."""
+
+    async def trained_step(self, step: int) -> TrainedStep | None:
+        """How a step that the journal still holds ended; None if it was not trained (or was rewound), or has been dropped."""
 
     async def chunks(self, first_step: int, last_step: int) -> tuple[ChunkRecord, ...]:
         """Journalled chunks in order, for checkpoints and readers."""

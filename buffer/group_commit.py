@@ -16,13 +16,21 @@ class GroupCommit(Generic[T, R]):
 
     Consumes: items. Produces: batches in the order of the calls, at most `at_once` under way, each of at most `most_items` and, unless one item alone is
     larger, `most_size` by `size`. A caller that is cancelled leaves its item in the batch: what is sent must be idempotent.
-    Raises: what `send` raises, for every item of that batch; an item whose result is an exception raises it alone.
+    Raises: what `send` raises, for every item of that batch; an item whose result is an exception raises it alone. One of `away` is raised for what has waited
+    since before that batch left, too: who has waited out one deadline is not made to wait out another.
     """
 
     def __init__(
-        self, send: Callable[[Sequence[T]], Awaitable[Sequence[R | Exception]]], *, size: Callable[[T], int], most_size: int, most_items: int, at_once: int
+        self,
+        send: Callable[[Sequence[T]], Awaitable[Sequence[R | Exception]]],
+        *,
+        size: Callable[[T], int],
+        most_size: int,
+        most_items: int,
+        at_once: int,
+        away: tuple[type[Exception], ...] = (),
     ) -> None:
-        self._send, self._size = send, size
+        self._send, self._size, self._away = send, size, away
         self._most_size, self._most_items, self._at_once = most_size, most_items, at_once
         self._waiting: deque[tuple[T, asyncio.Future[R]]] = deque()
         self._sending = 0
@@ -49,6 +57,7 @@ class GroupCommit(Generic[T, R]):
 
     async def _round(self, items: list[T], results: list[asyncio.Future[R]]) -> None:
         answers: Sequence[R | Exception]
+        waiting = [result for _, result in self._waiting]
         try:
             answers = await self._send(items)
         except asyncio.CancelledError:
@@ -57,6 +66,8 @@ class GroupCommit(Generic[T, R]):
             raise
         except Exception as problem:  # noqa: BLE001 - it is raised where each item is awaited
             answers = [problem] * len(items)
+            if isinstance(problem, self._away):
+                self._give_up(waiting, problem)
         for result, answer in zip(results, answers, strict=True):
             if result.done():  # its caller was cancelled
                 continue
@@ -64,6 +75,14 @@ class GroupCommit(Generic[T, R]):
                 result.set_exception(answer)
             else:
                 result.set_result(answer)
+
+    def _give_up(self, waited: list[asyncio.Future[R]], problem: Exception) -> None:
+        """What waited then, and waits still, has the same problem."""
+        over = set(waited) & {result for _, result in self._waiting}
+        self._waiting = deque(one for one in self._waiting if one[1] not in over)
+        for result in over:
+            if not result.done():
+                result.set_exception(problem)
 
     def _next(self) -> list[tuple[T, asyncio.Future[R]]]:
         batch: list[tuple[T, asyncio.Future[R]]] = []

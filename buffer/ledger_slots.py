@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 
-from buffer.contract import Blocked, Granted, PutResult, RunState, Slot
+from buffer.contract import WHY_CHARS, Blocked, Granted, PutResult, RunState, Slot
 from buffer.ledger_state import Group, State, payload_name
 from protocol.errors import ConfigError, DecodeError, PayloadTooLarge, RunEnded, SlotLost
 from protocol.messages import Attempt, Edge, GroupHeader, GroupState, Reason, Seq, SlotToken
@@ -13,7 +14,9 @@ from protocol.versions import Version
 _RELEASABLE = (Reason.FAILED, Reason.FILTERED, Reason.GIVEN_BACK)
 
 
-def reserve(state: State, now_ms: int, *, owner: str, request_id: str, n: int, max_bytes: int, new_token: Callable[[], str]) -> Granted | Blocked:
+def reserve(
+    state: State, now_ms: int, *, owner: str, request_id: str, n: int, max_bytes: int, served: Version | None, new_token: Callable[[], str]
+) -> Granted | Blocked:
     if n < 1 or max_bytes < 1:
         raise ValueError(f"reserve of {n} slots of {max_bytes} bytes: both must be at least 1")
     if state.run is not RunState.OPEN:
@@ -25,7 +28,7 @@ def reserve(state: State, now_ms: int, *, owner: str, request_id: str, n: int, m
     state.sweep()
     if state.rules.request_id and (answered := state.requests.get((owner, request_id))) is not None:
         return Granted(slots=answered[1])
-    granted = _admit(state, n, max_bytes)
+    granted = _admit(state, n, max_bytes, served)
     if isinstance(granted, Edge):
         return Blocked(edge=granted)
     slots = []
@@ -55,7 +58,7 @@ def reserve(state: State, now_ms: int, *, owner: str, request_id: str, n: int, m
     return Granted(slots=tuple(slots))
 
 
-def _admit(state: State, n: int, max_bytes: int) -> list[int] | Edge:
+def _admit(state: State, n: int, max_bytes: int, served: Version | None) -> list[int] | Edge:
     """The version each granted slot needs (rule S3), or the edge that is in the way."""
     settings = state.settings
     if max_bytes > settings.byte_budget:
@@ -63,7 +66,7 @@ def _admit(state: State, n: int, max_bytes: int) -> list[int] | Edge:
     if state.incarnation == 0:
         return Edge.NO_TRAINER
     outstanding, wanted = state.outstanding, n
-    n = min(n, settings.admission_limit - outstanding)
+    n = min(n, state.policy.limit - outstanding)
     if n < 1 or (n < wanted and not state.rules.partial_grant):
         return Edge.NO_SLOT
     n = min(n, (settings.byte_budget - state.bytes_used) // max_bytes)
@@ -71,19 +74,21 @@ def _admit(state: State, n: int, max_bytes: int) -> list[int] | Edge:
         return Edge.NO_BUDGET
     if not state.rules.min_version:
         return [0] * n
-    if not state.routable:
+    if served is None and not state.routable:
         return Edge.NO_ENGINE
-    lineage = state.lineage
-    newest = max((version.n for version in state.routable.values() if version.incarnation in state.forks and lineage.contains(version)), default=-1)
-    needs = [_needed(state, outstanding + i) for i in range(n)]
+    newest = _newest_served(state) if served is None else _shared(state, served)
+    needs = [state.policy.needed(trained=state.trained, outstanding=outstanding + i) for i in range(n)]
     return [needed for needed in needs if needed <= newest] or Edge.NO_VERSION
 
 
-def _needed(state: State, outstanding: int) -> int:
-    """Rule S3: the step that will use a group admitted behind `outstanding` others takes no token older than this."""
-    if state.settings.pipeline_depth == 0:
-        return state.trained
-    return max(0, state.trained + outstanding // state.settings.groups_per_step - state.settings.max_staleness)
+def _newest_served(state: State) -> int:
+    """By engines on the line; -1: none."""
+    lineage = state.lineage
+    return max((version.n for version in state.routable.values() if version.incarnation in state.forks and lineage.contains(version)), default=-1)
+
+
+def _shared(state: State, version: Version) -> int:
+    return state.lineage.shared(version) if version.incarnation in state.forks else -1
 
 
 def bind(state: State, seq: Seq, token: SlotToken, prompt_id: str) -> str:
@@ -125,8 +130,12 @@ def put(state: State, header: GroupHeader) -> PutResult | None:
     group = state.groups.get(header.seq)
     if group is None or group.freed or not _same_attempt(state, group, header) or group.state in (GroupState.RELEASED, GroupState.DEAD):
         _drop_payload(state, name)
+        if header.blobs and group is not None and not group.freed and group.reason is not Reason.RECORDED:
+            state.doomed_blobs[name] = None
         raise SlotLost(f"group {header.seq}: the slot expired or was given away; drop what it made")
     if group.state is not GroupState.GENERATING:
+        if group.charged == 0:  # its payload is in the spill
+            _drop_payload(state, name)
         return PutResult.DUPLICATE
     if header.payload_bytes > group.charged:
         _drop_payload(state, name)
@@ -145,8 +154,9 @@ def put(state: State, header: GroupHeader) -> PutResult | None:
     del state.generating[header.seq]
     state.bytes_used += header.payload_bytes - group.charged
     group.state, group.charged, group.header, group.owner = GroupState.READY, header.payload_bytes, header, ""
-    state.ready.append(header.seq)
-    state.ready.sort()
+    state.arrivals += 1
+    group.score = state.policy.score(header, state.lineage, arrival=state.arrivals)
+    bisect.insort(state.ready, header.seq, key=lambda seq: state.groups[seq].score)
     return PutResult.STORED
 
 
@@ -165,14 +175,14 @@ def _same_attempt(state: State, group: Group, header: GroupHeader) -> bool:
     return group.attempt == header.attempt and group.token == header.token
 
 
-def release(state: State, seq: Seq, token: SlotToken, reason: Reason) -> None:
+def release(state: State, seq: Seq, token: SlotToken, reason: Reason, why: str) -> None:
     if reason not in _RELEASABLE:
         raise ValueError(f"a producer releases a slot as failed, filtered or given_back, not {reason}")
     group = state.groups.get(seq)
     if group is not None and group.token == token and group.state in (GroupState.RELEASED, GroupState.DEAD) and group.reason is reason:
         return
     _slot(state, seq, token)
-    state.release(seq, reason)
+    state.release(seq, reason, why[:WHY_CHARS])
 
 
 def _slot(state: State, seq: Seq, token: SlotToken) -> Group:

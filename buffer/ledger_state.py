@@ -18,16 +18,19 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 
 from buffer.config import BufferConfig
-from buffer.contract import CheckpointRef, ChunkRecord, RunState, Slot, StepRecord
-from buffer.staleness import accepts
-from protocol.errors import Fenced
+from buffer.contract import CheckpointRef, ChunkRecord, DeadLetter, RunState, Slot, StepRecord
+from buffer.policy import Policy
+from protocol.errors import Fenced, LedgerRegressed
 from protocol.identity import RunIdentity
-from protocol.messages import GroupHeader, GroupState, Reason, Seq
+from protocol.messages import Attempt, GroupHeader, GroupState, Reason, Seq
 from protocol.versions import Fork, Lineage, Version
 
 TICK_MS = 1000
 """Rule S4: how far the ledger clock moves in one call at most."""
+LETTER_LIMIT = 10_000
+"""Dead letters kept; the oldest leave first."""
 _COUNTED = (Reason.FAILED, Reason.STALE)
+_FINAL = (Reason.FILTERED, Reason.RECORDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,11 @@ class Rules:
     min_version: bool = True
     slot_token: bool = True
     checkpoint_commit: bool = True
+    regress: bool = True
+    reassert: bool = True
+    rewound: bool = True
+    attach_once: bool = True
+    ledger_clock: bool = True
 
     @classmethod
     def without(cls, *names: str) -> Rules:
@@ -62,9 +70,11 @@ class Group:
     owner: str = ""
     prompt_id: str | None = None
     charged: int = 0
-    """Bytes it holds of the budget."""
+    """Bytes it holds of the budget; of a LEASED or TRAINED group none once its payload is spilled."""
     deadline: int = 0
     header: GroupHeader | None = None
+    score: int = 0
+    """Its place among READY groups."""
     reason: Reason | None = None
     freed: bool = False
     """TRAINED, and its journal entry is dropped."""
@@ -85,6 +95,16 @@ class Chunk:
         return len(self.seqs) == self.size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Of a trained step."""
+
+    incarnation: int
+    at_ms: int
+    bytes: int
+    """Of all steps up to it, as they were trained."""
+
+
 @dataclass(slots=True, kw_only=True)
 class State:
     """Everything about one run."""
@@ -95,9 +115,17 @@ class State:
     run: RunState = RunState.OPEN
     clock_ms: int = 0
     seen_ms: int | None = None
+    now_ms: int = 0
+    """The server's clock as it was last told."""
+    sequence: int = 0
+    """Calls that may have changed something (rule R1)."""
+    trainer_sequence: int = 0
+    """`sequence` at the attached trainer's newest call. Nobody else moves it, so nobody's later writes hide that such a call was lost."""
     # lineage
     incarnation: int = 0
     incarnation_id: str = ""
+    attached: set[str] = field(default_factory=set)
+    """Ids of all incarnations."""
     forks: dict[int, Fork] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     """Of every step on the line, and of those a rewind has still to repeat."""
@@ -108,7 +136,9 @@ class State:
     next_seq: int = 0
     low_seq: int = 0
     ready: list[Seq] = field(default_factory=list)
-    """Ascending."""
+    """In the order of selection: by score."""
+    arrivals: int = 0
+    """Puts so far."""
     retry: list[Seq] = field(default_factory=list)
     """Ascending."""
     generating: dict[Seq, None] = field(default_factory=dict)
@@ -133,6 +163,18 @@ class State:
     """Step of the oldest kept checkpoint."""
     dropped: int = 0
     """The journal holds later steps only."""
+    dropped_bytes: int = 0
+    """Of all steps up to `dropped`."""
+    ends: dict[int, Ending] = field(default_factory=dict)
+    spilled: int = 0
+    """Payloads of steps up to this one have left for the spill."""
+    # people and readers
+    letters: dict[Seq, DeadLetter] = field(default_factory=dict)
+    """In the order of their deaths."""
+    readers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Name → the step it wants next, and when it expires."""
+    doomed_blobs: dict[str, None] = field(default_factory=dict)
+    """Payload names of groups whose blobs nobody needs."""
     # what others registered
     routable: dict[str, Version] = field(default_factory=dict)
 
@@ -145,17 +187,16 @@ class State:
         return len(self.generating) + len(self.ready) + self.leased
 
     @property
-    def bound(self) -> int:
-        """Steps a token may be old: K, and 0 when on-policy."""
-        return 0 if self.settings.pipeline_depth == 0 else self.settings.max_staleness
+    def policy(self) -> Policy:
+        return Policy(self.settings)
 
     # -- time ----------------------------------------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
         """Follow the server's clock, at most a second a call (rule S4), and take back what expired."""
         if self.seen_ms is not None:
-            self.clock_ms += max(0, min(TICK_MS, now_ms - self.seen_ms))
-        self.seen_ms = now_ms
+            self.clock_ms += max(0, min(TICK_MS if self.rules.ledger_clock else now_ms, now_ms - self.seen_ms))
+        self.seen_ms = self.now_ms = now_ms
 
     def sweep(self) -> None:
         for seq in [seq for seq in self.generating if self.groups[seq].deadline < self.clock_ms]:
@@ -163,42 +204,106 @@ class State:
 
     # -- groups --------------------------------------------------------------------------------------------------------------
 
-    def release(self, seq: Seq, reason: Reason) -> None:
-        """GENERATING, READY or LEASED → RELEASED, or DEAD when it is filtered or has failed too often."""
+    def release(self, seq: Seq, reason: Reason, why: str = "") -> None:
+        """GENERATING, READY or LEASED → RELEASED, or DEAD when it is filtered, recorded or has failed too often."""
         group = self.groups[seq]
-        self.payloads.pop(payload_name(seq, group.attempt, group.token), None)
+        self.drop_payload(seq, group, recorded=reason is Reason.RECORDED)
         if group.state is GroupState.GENERATING:
             del self.generating[seq]
         elif group.state is GroupState.READY:
-            remove(self.ready, seq)
+            self.ready.remove(seq)
         else:
             self.leased -= 1
         self.bytes_used -= group.charged
         group.failures += reason in _COUNTED
-        final = reason is Reason.FILTERED or (reason in _COUNTED and group.failures >= self.settings.max_attempts)
-        group.state, group.reason = (GroupState.DEAD if final else GroupState.RELEASED), reason
+        spent = reason in _COUNTED and group.failures >= self.settings.max_attempts
         group.header, group.charged, group.owner = None, 0, ""
-        if final:
-            self.dead[reason] += 1
+        if spent or reason in _FINAL:
+            self.bury(seq, reason)
         else:
+            group.state, group.reason = GroupState.RELEASED, reason
             bisect.insort(self.retry, seq)
             self.releases[reason] += 1
+        if spent:
+            self.keep_letter(seq, group, reason, why)
+
+    def bury(self, seq: Seq, reason: Reason) -> None:
+        """→ DEAD. What was queued again from below `low_seq` leaves no row."""
+        group = self.groups[seq]
+        group.state, group.reason = GroupState.DEAD, reason
+        self.dead[reason] += 1
+        if seq < self.low_seq:
+            del self.groups[seq]
+
+    def keep_letter(self, seq: Seq, group: Group, reason: Reason, why: str) -> None:
+        self.letters[seq] = DeadLetter(
+            seq=seq,
+            attempt=Attempt(group.attempt),
+            reason=reason,
+            failures=group.failures,
+            prompt_id=group.prompt_id,
+            why=why,
+            at=self.now_ms / 1000,
+        )
+        if len(self.letters) > LETTER_LIMIT:
+            del self.letters[next(iter(self.letters))]
+
+    def drop_payload(self, seq: Seq, group: Group, *, recorded: bool = False) -> None:
+        """Nobody needs it any more, nor the group's blobs unless a recording refers to them. Of what is spilled nothing is left here."""
+        if group.charged == 0:
+            return
+        name = payload_name(seq, group.attempt, group.token)
+        self.payloads.pop(name, None)
+        written = bool(group.header.blobs) if group.header is not None else bool(self.settings.blobs)  # a producer may have written them before its put
+        if written and not recorded:
+            self.doomed_blobs[name] = None
+
+    def untrain(self, seq: Seq) -> None:
+        """TRAINED → LEASED, in the same chunk."""
+        group = self.groups[seq]
+        if group.state is GroupState.TRAINED:
+            group.state = GroupState.LEASED
+            self.trained_groups -= 1
+            self.leased += 1
+            self.trained_bytes -= group.charged
+
+    def drop_step(self, step: int) -> None:
+        """Give up a journalled step (rules T5, T6): its groups become RELEASED, for another to take."""
+        for index, chunk in enumerate(self.chunks_of(step)):
+            for seq in chunk.seqs:
+                self.untrain(seq)
+                self.release(seq, Reason.REWOUND)
+            del self.chunks[step, index]
+        self.records = {key: record for key, record in self.records.items() if key[0] != step}
+        self.current.pop(step, None)
+        self.digests.pop(step, None)
+        self.ends.pop(step, None)
+
+    def drop_ready(self) -> None:
+        """On-policy, what other weights wrote is of no use."""
+        for seq in list(self.ready):
+            self.release(seq, Reason.REWOUND)
+
+    def drop_slots(self) -> None:
+        """After steps were given up: a slot may ask for a version that the line reaches only once the slot is filled. Its owner hears it is lost."""
+        for seq in sorted(self.generating):
+            self.release(seq, Reason.REWOUND)
 
     def fill(self, chunk: Chunk, record: StepRecord) -> bool:
-        """Complete `chunk` from READY, oldest first, releasing what the guard refuses. False, and nothing taken, when there is too little."""
+        """Complete `chunk` from READY, in order of selection, releasing what the guard refuses. False, and nothing taken, when there is too little."""
         picks: list[Seq] = []
         refused: list[Seq] = []
         for seq in self.ready:
             if len(picks) == chunk.size - len(chunk.seqs):
                 break
-            ok = accepts(self.header(seq), record, min_kept_share=self.settings.min_kept_share)
+            ok = self.policy.accepts(self.header(seq), record)
             (picks if ok else refused).append(seq)
         for seq in refused:
-            self.release(seq, Reason.STALE)
+            self.release(seq, Reason.STALE, f"stale in step {record.step}")
         if len(picks) + len(chunk.seqs) < chunk.size:
             return False
         for seq in picks:
-            remove(self.ready, seq)
+            self.ready.remove(seq)
             self.groups[seq].state = GroupState.LEASED
         self.leased += len(picks)
         chunk.seqs += picks
@@ -211,10 +316,21 @@ class State:
 
     # -- steps ---------------------------------------------------------------------------------------------------------------
 
-    def fence(self, incarnation: int) -> None:
-        """Raises: `Fenced` unless `incarnation` is attached (rule T1)."""
-        if incarnation != self.incarnation:
+    def enter(self, incarnation: int, incarnation_id: str = "", seen: int = 0) -> None:
+        """Let the attached trainer in and count its call; `incarnation_id` and `seen`, the `sequence` of its last acknowledged call, as far as it knows them.
+
+        Raises: `Fenced` for one that was replaced (rule T1); `LedgerRegressed` where the ledger forgot the call, or the attachment itself (rule R1).
+        """
+        other = incarnation == self.incarnation and incarnation_id not in ("", self.incarnation_id)
+        if incarnation < self.incarnation or other or (incarnation > self.incarnation and not self.rules.regress):
             raise Fenced(f"incarnation {self.incarnation} is attached: this trainer has been replaced and must stop")
+        if incarnation > self.incarnation or (seen > self.trainer_sequence and self.rules.regress):
+            raise LedgerRegressed(
+                f"the ledger is at incarnation {self.incarnation}, call {self.trainer_sequence}; seen were {incarnation}, call {seen}: "
+                "Redis lost writes it had acknowledged; its trainer re-asserts them, or resumes"
+            )
+        self.sequence += 1
+        self.trainer_sequence = self.sequence
 
     def record(self, step: int) -> StepRecord | None:
         opened = self.current.get(step)
@@ -233,24 +349,56 @@ class State:
         headers = tuple(self.header(seq) for seq in chunk.seqs)
         return ChunkRecord(step=step, chunk=index, revision=chunk.revision, headers=headers, last=index == chunks_in(record) - 1, record=record)
 
+    def bytes_up_to(self, step: int) -> int:
+        """Of the payloads of all steps, as they were trained."""
+        return self.ends[step].bytes if step in self.ends else self.dropped_bytes
+
+    def end_step(self, step: int, incarnation: int, size: int) -> None:
+        """It was trained now; `size` bytes of payloads are here."""
+        self.ends[step] = Ending(incarnation=incarnation, at_ms=self.now_ms, bytes=self.bytes_up_to(step - 1) + size)
+        if size and self.spilled >= step:
+            self.spilled = step - 1  # what the spill has of it is of a line that was given up
+
+    def retired(self) -> int:
+        """The newest step that may leave the journal: the oldest kept checkpoint covers it, and it is over a limit of the retention."""
+        limits = self.settings
+        newest = max(self.dropped, self.floor - limits.retention)
+        if newest >= self.floor or not (limits.retention_bytes or limits.retention_seconds):
+            return newest
+        total, since = self.bytes_up_to(self.floor), self.now_ms - int(limits.retention_seconds * 1000)
+        while newest < self.floor:
+            end = self.ends.get(newest + 1)
+            large = limits.retention_bytes > 0 and total - self.bytes_up_to(newest) > limits.retention_bytes
+            if end is not None and not large and not (limits.retention_seconds > 0 and end.at_ms < since):
+                break
+            newest += 1
+        return newest
+
     def free(self) -> int:
-        """Drop journal entries that no kept checkpoint and no retention needs, with their payloads. Groups freed."""
-        freed = 0
-        while self.dropped < self.floor - self.settings.retention:
+        """Drop journal entries that no kept checkpoint and no retention needs, with their payloads. With a spill, only of steps that it has; the blobs they
+        refer to are the spill's. Groups freed.
+        """
+        freed, target = 0, self.retired()
+        if self.settings.spill:
+            target = min(target, self.spilled)
+        while self.dropped < target:
             step = self.dropped + 1
             for index, chunk in enumerate(self.chunks_of(step)):
                 for seq in chunk.seqs:
                     group = self.groups[seq]
-                    self.payloads.pop(payload_name(seq, group.attempt, group.token), None)
+                    self.drop_payload(seq, group)
                     self.bytes_used -= group.charged
                     self.trained_bytes -= group.charged
                     group.freed, group.header, group.charged = True, None, 0
+                    if seq < self.low_seq:
+                        del self.groups[seq]
                     freed += 1
                 del self.chunks[step, index]
             self.records = {key: record for key, record in self.records.items() if key[0] != step}
             self.current.pop(step, None)
             self.digests.pop(step, None)
-            self.dropped = step
+            self.dropped, self.dropped_bytes = step, self.bytes_up_to(step)
+            self.ends.pop(step, None)
         return freed
 
     def compact(self) -> None:
@@ -270,9 +418,3 @@ def chunks_in(record: StepRecord) -> int:
 def payload_name(seq: int, attempt: int, token: str) -> str:
     """Rule P1: a name is written once."""
     return f"{seq}:{attempt}:{token}"
-
-
-def remove(ascending: list[Seq], seq: Seq) -> None:
-    at = bisect.bisect_left(ascending, seq)
-    assert ascending[at] == seq
-    del ascending[at]

@@ -7,29 +7,38 @@ All state shares the run's hash tag; payloads are keys of their own (rule P1).
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import orjson
-from redis.exceptions import NoScriptError
 
 from buffer.config import BufferConfig
 from buffer.contract import (
+    WHY_CHARS,
     Attachment,
     Blocked,
     CheckpointRef,
     ChunkRecord,
+    DeadLetter,
     Granted,
+    History,
     LedgerStatus,
+    PastStep,
     PutResult,
     RunState,
     Slot,
     StepRecord,
     TrainedReply,
+    TrainedStep,
 )
+from buffer.durability import Durability
+from buffer.ledger_rebuild import covered_step
 from buffer.payloads import check_payload
+from buffer.policy import Policy
+from buffer.redis_put import PutPath, PutRequest
 from protocol.codec import decode, encode
 from protocol.connection import Client, Script, asking
 from protocol.errors import (
@@ -37,7 +46,9 @@ from protocol.errors import (
     DecodeError,
     Fenced,
     LedgerError,
+    LedgerRegressed,
     PayloadTooLarge,
+    ReplayGap,
     RunEnded,
     RunMissing,
     SlotLost,
@@ -48,8 +59,6 @@ from protocol.keys import Keys
 from protocol.messages import Attempt, Edge, GroupHeader, JsonValue, Reason, Seq, SlotToken
 from protocol.versions import Fork, Lineage, Version
 
-PAYLOAD_TTL_S = 120
-"""A payload whose put never reached the ledger expires after this; the script that follows it in the same round trip makes it stay."""
 _PUT_TRIES = 3
 _MIN_KEEP = 2
 _OWN_KEYS = (
@@ -64,43 +73,84 @@ _OWN_KEYS = (
     "requests",
     "request_times",
     "ready_versions",
+    "ends",
+    "letters",
+    "letter_seqs",
+    "letter_times",
+    "readers",
+    "doomed_blobs",
 )
+_CLUSTER_KEYS = ("to_persist", "doomed")
+FORKED_KEYS = tuple(name for name in _OWN_KEYS if name not in ("requests", "request_times", "readers", "doomed_blobs"))
+"""What a fork takes along, besides state and forks: no answers to requests and no readers, which are of the other run."""
+_SWEEP_LIMIT = 256
 
 
-def _script(name: str, flags: str = "") -> Script:
-    return Script("buffer", f"lua/{name}.lua", prelude=("lua/common.lua",), flags=flags)
+def _script(name: str, flags: str = "", *, around: str = "count", uses: Sequence[str] = ()) -> Script:
+    """`around` says what its call is (rule R1): count, one that changes the ledger; fence, an attached trainer's; answer, one that only looks."""
+    return Script("buffer", f"lua/{name}.lua", prelude=[f"lua/{part}.lua" for part in ("common", *uses)], epilogue=f"lua/{around}.lua", flags=flags)
 
 
 _DRAINS = "allow-oom"
 """Scripts that work at maxmemory: they are how memory comes free, or let finished work through; what each adds is small and bounded (rule L1).
 The payload's SET and `reserve` are what a full server refuses."""
 _READS = "no-writes"
-_CREATE = _script("create")
+_CREATE = _script("create", around="answer")
 _RESERVE = _script("reserve")
 _BIND = _script("bind", _DRAINS)
 _RENEW = _script("renew", _DRAINS)
 _PUT = _script("put", _DRAINS)
-_PUT_SHA = hashlib.sha1(_PUT.source.encode(), usedforsecurity=False).hexdigest()
 _RELEASE = _script("release", _DRAINS)
-_ATTACH = _script("attach", _DRAINS)
-_OPEN_STEP = _script("open_step", _DRAINS)
-_LEASE = _script("lease", _DRAINS)
-_PAYLOAD_LOST = _script("payload_lost", _DRAINS)
-_TRAINED = _script("trained", _DRAINS)
-_CHECKPOINT = _script("checkpoint", _DRAINS)
-_DRAIN = _script("drain", _DRAINS)
-_STATUS = _script("status", _DRAINS)
-_JOURNAL = _script("journal", _READS)
+_ATTACH = _script("attach", _DRAINS, uses=("rewind",))
+_OPEN_STEP = _script("open_step", _DRAINS, around="fence")
+_LEASE = _script("lease", _DRAINS, around="fence")
+_PAYLOAD_LOST = _script("payload_lost", _DRAINS, around="fence")
+_TRAINED = _script("trained", _DRAINS, around="fence", uses=("rewind",))
+_CHECKPOINT = _script("checkpoint", _DRAINS, around="fence")
+_REASSERT_BEGIN, _REASSERT_STEP, _REASSERT_END = (_script(f"reassert_{part}", _DRAINS, uses=("rewind", "settle")) for part in ("begin", "step", "end"))
+_DRAIN = _script("drain", _DRAINS, around="fence")
+_STATUS = _script("status", _DRAINS, around="answer")
+_JOURNAL = _script("journal", _READS, around="answer")
+_ENDED = _script("ended", _READS, around="answer")
+_SET_ASIDE = _script("set_aside", _DRAINS, around="fence")
+_SPILLABLE = _script("spillable", _READS, around="answer")
+_SPILLED = _script("spilled", _DRAINS, around="fence")
+_DEAD_LETTERS = _script("dead_letters", _READS, around="answer")
+_REQUEUE = _script("requeue")
+_READY = _script("ready", _READS, around="answer")
+_FOLLOW = _script("follow", _DRAINS, around="answer")
+_SWEEP = _script("sweep", _DRAINS)
+_SWEPT = _script("swept", _DRAINS, around="answer")
+
+
+@dataclass(slots=True)
+class _Attached:
+    """What a trainer of this process remembers of its calls (rule R1)."""
+
+    incarnation_id: str = ""
+    seen: int = 0
+    """Sequence of its last acknowledged call."""
 
 
 class RedisLedger:
-    """Satisfies `buffer.contract.Ledger`. Holds no state of the run; any number of processes use their own."""
+    """Satisfies `buffer.contract.Ledger`. Holds no state of the run but how far it has seen it come; any number of processes use their own.
 
-    def __init__(self, client: Client, keys: Keys) -> None:
+    Calls of an attached trainer go one after the other, so that each presents what the one before was answered. One object makes all of them.
+    `cluster`: payloads lie in other slots than the ledger. A put is then SET, script, PERSIST, and `sweep` finishes what a process that died left (rule P1).
+    None: as the server says. `durable` is waited for after an attachment, a checkpoint and a re-assertion.
+    """
+
+    def __init__(self, client: Client, keys: Keys, *, cluster: bool | None = None, durable: Durability | None = None) -> None:
         self._client = client
         self._run = keys
-        self._keys = [keys.state, keys.forks, keys.audit, keys.routable, *(keys.key(name) for name in _OWN_KEYS)]
+        self._cluster = cluster
+        self._durable = durable
+        self._names: list[str] = []
         self._head: list[str | bytes] = [keys.wakeups, keys.payload(0, 0, "").removesuffix("0:0:")]
+        self._puts = PutPath(client, _PUT, keys=self._keys, head=self._head, acknowledge=self._acknowledge)
+        self._sequence = 0
+        self._attached: dict[int, _Attached] = {}
+        self._turn = asyncio.Lock()
 
     async def create(self, identity: RunIdentity, settings: BufferConfig) -> bool:
         fields: dict[str, str | float] = {
@@ -109,10 +159,15 @@ class RedisLedger:
             "limit": settings.admission_limit,
             "on_policy": int(settings.pipeline_depth == 0),
             "max_staleness": settings.max_staleness,
-            "guard": settings.staleness_guard.value,
+            "guard": Policy(settings).guard.value,
+            "selection": settings.selection.value,
             "min_kept_share": settings.min_kept_share,
             "budget": settings.byte_budget,
             "retention": settings.retention,
+            "retention_bytes": settings.retention_bytes,
+            "retention_ms": int(settings.retention_seconds * 1000),
+            "spill": int(bool(settings.spill)),
+            "blobs": int(bool(settings.blobs)),
             "slot_ms": int(settings.slot_seconds * 1000),
             "max_attempts": settings.max_attempts,
         }
@@ -121,21 +176,27 @@ class RedisLedger:
         return bool(reply[0])
 
     async def join(self, identity: RunIdentity) -> BufferConfig:
+        of_run, settings = await self.about()
+        of_run.check(identity, run=self._run.run)
+        return settings
+
+    async def about(self) -> tuple[RunIdentity, BufferConfig]:
+        """What the run was created with, for who looks at it and joins nothing. Raises: `RunMissing`."""
         with asking("join"):
             raw = await self._client.hmget(self._run.state, ["identity", "settings"])
         if raw[0] is None or raw[1] is None:
             raise RunMissing(_missing(self._run.run))
-        RunIdentity.read(raw[0], run=self._run.run).check(identity, run=self._run.run)
         settings = orjson.loads(raw[1])
-        return BufferConfig.model_validate({name: value for name, value in settings.items() if name in BufferConfig.model_fields})
+        known = {name: value for name, value in settings.items() if name in BufferConfig.model_fields}
+        return RunIdentity.read(raw[0], run=self._run.run), BufferConfig.model_validate(known)
 
     # producers --------------------------------------------------------------------------------------------------------------
 
-    async def reserve(self, owner: str, request_id: str, n: int, *, max_bytes: int) -> Granted | Blocked:
+    async def reserve(self, owner: str, request_id: str, n: int, *, max_bytes: int, served: Version | None = None) -> Granted | Blocked:
         if n < 1 or max_bytes < 1:
             raise ValueError(f"reserve of {n} slots of {max_bytes} bytes: both must be at least 1")
         tokens = [secrets.token_hex(8) for _ in range(n)]
-        reply = await self._call(_RESERVE, owner, request_id, n, max_bytes, *tokens)
+        reply = await self._owned(_RESERVE, owner, request_id, n, max_bytes, "" if served is None else str(served), *tokens)
         if isinstance(reply, Blocked):
             return reply
         return Granted(
@@ -153,16 +214,15 @@ class RedisLedger:
         )
 
     async def bind(self, seq: Seq, token: SlotToken, prompt_id: str) -> str:
-        reply = await self._call(_BIND, seq, token, prompt_id, about=f"group {seq}")
+        reply = await self._owned(_BIND, seq, token, prompt_id, about=f"group {seq}")
         return cast("bytes", reply[0]).decode()
 
     async def renew(self, owner: str, slots: Sequence[tuple[Seq, SlotToken]]) -> tuple[Seq, ...]:  # noqa: ARG002 - a slot token says more than its owner's name
-        return tuple(Seq(seq) for seq in await self._call(_RENEW, *(item for slot in slots for item in slot)))
+        return tuple(Seq(seq) for seq in await self._owned(_RENEW, *(item for slot in slots for item in slot)))
 
     async def put(self, header: GroupHeader, payload: bytes) -> PutResult:
         if len(payload) != header.payload_bytes:
             raise ValueError(f"group {header.seq}: header says {header.payload_bytes} bytes, the payload has {len(payload)}")
-        key = self._run.payload(header.seq, header.attempt, header.token)
         args: list[str | int | bytes] = [
             header.seq,
             header.attempt,
@@ -172,49 +232,128 @@ class RedisLedger:
             orjson.dumps({str(version): tokens for version, tokens in header.trainable.items()}),
             header.producer_id,
             orjson.dumps(header.rewards),
+            orjson.dumps(header.sampled),
+            int(bool(header.blobs)),
         ]
+        known = self._sequence
+        send = self._puts.cluster if await self._on_cluster() else self._puts.one_server
+        request = PutRequest(key=self._run.payload(header.seq, header.attempt, header.token), payload=payload, args=args)
         for _ in range(_PUT_TRIES):
-            reply = await self._set_and_call(key, payload, args)
-            if reply[0] != b"PAYLOAD_MISSING":  # it expired between the two: both again
-                return PutResult(self._read(reply, f"group {header.seq}, {header.payload_bytes} bytes")[0].decode())
+            reply = await send(request)
+            if reply[1][0] != b"PAYLOAD_MISSING":  # it expired between the two: both again
+                about = f"group {header.seq}, {header.payload_bytes} bytes"
+                return PutResult(self._read(reply, about, known, owner=True)[0].decode())
         raise SlotLost(f"group {header.seq}: something else than its {header.payload_bytes} bytes lies under its token; drop the group")
 
-    async def release(self, seq: Seq, token: SlotToken, reason: Reason) -> None:
+    async def release(self, seq: Seq, token: SlotToken, reason: Reason, *, why: str = "", lengths: Sequence[int] = ()) -> None:
         if reason not in (Reason.FAILED, Reason.FILTERED, Reason.GIVEN_BACK):
             raise ValueError(f"a producer releases a slot as failed, filtered or given_back, not {reason}")
-        await self._call(_RELEASE, seq, token, reason.value, about=f"group {seq}")
+        await self._owned(_RELEASE, seq, token, reason.value, why[:WHY_CHARS], orjson.dumps(list(lengths)) if lengths else "", about=f"group {seq}")
 
     # trainer ----------------------------------------------------------------------------------------------------------------
 
-    async def attach(self, checkpoint: CheckpointRef | None, *, trainer_id: str) -> Attachment:
+    async def attach(self, checkpoint: CheckpointRef | None, *, trainer_id: str, abandon: Sequence[Seq] | None = None, above: int = 0) -> Attachment:
         incarnation_id = secrets.token_hex(8)
+        given_up = "" if abandon is None else orjson.dumps(list(abandon))
         at: list[str | int] = [] if checkpoint is None else [checkpoint.step, checkpoint.incarnation, checkpoint.digest, checkpoint.path]
-        reply = await self._call(_ATTACH, incarnation_id, trainer_id, *at, about="the starting weights" if checkpoint is None else str(checkpoint))
-        incarnation, step, forks = reply
+        reply = await self._send(_ATTACH, incarnation_id, trainer_id, above, given_up, *at)
+        incarnation, step, forks = self._read(reply, "the starting weights" if checkpoint is None else str(checkpoint), 0)
+        self._attached[incarnation] = _Attached(incarnation_id, reply[0])
+        await self._last(f"the attachment of incarnation {incarnation}")
         return Attachment(incarnation=incarnation, incarnation_id=incarnation_id, resume_step=step, lineage=_lineage(forks, incarnation))
 
     async def open_step(self, incarnation: int, step: int) -> StepRecord:
-        return _step_record((await self._call(_OPEN_STEP, incarnation, step))[0])
+        return _step_record((await self._fenced(_OPEN_STEP, incarnation, step))[0])
 
     async def lease(self, incarnation: int, step: int, chunk: int) -> ChunkRecord | Blocked:
-        reply = await self._call(_LEASE, incarnation, step, chunk)
+        reply = await self._fenced(_LEASE, incarnation, step, chunk)
         return reply if isinstance(reply, Blocked) else _chunk(reply)
 
     async def payload_lost(self, incarnation: int, step: int, chunk: int, seq: Seq) -> ChunkRecord | Blocked:
-        reply = await self._call(_PAYLOAD_LOST, incarnation, step, chunk, seq)
+        reply = await self._fenced(_PAYLOAD_LOST, incarnation, step, chunk, seq)
         return reply if isinstance(reply, Blocked) else _chunk(reply)
 
     async def trained(self, incarnation: int, step: int, digest: str, stats: Mapping[str, JsonValue]) -> TrainedReply:
-        trained, forks, wanted = await self._call(_TRAINED, incarnation, step, digest, orjson.dumps(dict(stats)))
+        trained, forks, wanted = await self._fenced(_TRAINED, incarnation, step, digest, orjson.dumps(dict(stats)))
         return TrainedReply(trained=trained, lineage=_lineage(forks, incarnation), checkpoint_wanted=bool(wanted))
 
     async def checkpoint(self, incarnation: int, checkpoint: CheckpointRef, *, keep: int) -> tuple[CheckpointRef, ...]:
         keep = max(_MIN_KEEP, keep)
-        reply = await self._call(_CHECKPOINT, incarnation, checkpoint.step, checkpoint.incarnation, checkpoint.digest, checkpoint.path, keep)
+        reply = await self._fenced(_CHECKPOINT, incarnation, checkpoint.step, checkpoint.incarnation, checkpoint.digest, checkpoint.path, keep)
+        await self._last(f"the checkpoint of step {checkpoint.step}")
         return _checkpoints(reply[0])
 
+    async def reassert(self, incarnation: int, incarnation_id: str, history: History) -> None:
+        async with self._turn:
+            await self._reassert(incarnation, incarnation_id, history)
+        await self._last("what was re-asserted")
+
+    async def _reassert(self, incarnation: int, incarnation_id: str, history: History) -> None:
+        """One script a step, in order; after each the ledger is whole."""
+        me = (incarnation, incarnation_id)
+        dropped = (await self.status()).dropped
+        steps = [past for past in history.steps if past.step > dropped]
+        (covered,) = await self._call(
+            _REASSERT_BEGIN,
+            *me,
+            orjson.dumps({str(one): fork for one, fork in history.incarnations.items()}),
+            covered_step(history),
+            orjson.dumps([(past.step, past.seqs, past.incarnation, past.digest) for past in steps]),
+            orjson.dumps([_row(one) for one in history.checkpoints]),
+        )
+        for past in steps:
+            if past.step > covered:
+                gone = await self._gone([header for chunk in past.chunks for header in chunk.headers]) if await self._on_cluster() else ()
+                await self._call(_REASSERT_STEP, *me, *_past_step(past, history.checkpoints, gone))
+        reply = await self._send(_REASSERT_END, *me)
+        self._read(reply, "", 0)
+        self._attached[incarnation] = _Attached(incarnation_id, reply[0])
+
+    async def _gone(self, headers: Sequence[GroupHeader]) -> list[Seq]:
+        """Those whose payloads are not there: on a cluster no script can see them."""
+        with asking("reassert"):
+            sizes = await asyncio.gather(*(self._client.strlen(self._run.payload(h.seq, h.attempt, h.token)) for h in headers))
+        return [header.seq for header, size in zip(headers, sizes, strict=True) if size != header.payload_bytes]
+
     async def drain(self, incarnation: int, reason: str) -> None:
-        await self._call(_DRAIN, incarnation, reason)
+        await self._fenced(_DRAIN, incarnation, reason)
+
+    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]]) -> int:
+        return int((await self._fenced(_SET_ASIDE, incarnation, *(item for group in groups for item in group)))[0])
+
+    async def spillable(self, limit: int) -> tuple[int, ...]:
+        return tuple(await self._call(_SPILLABLE, limit))
+
+    async def spilled(self, incarnation: int, step: int) -> None:
+        await self._fenced(_SPILLED, incarnation, step)
+
+    # people and readers -----------------------------------------------------------------------------------------------------
+
+    async def dead_letters(self, after: Seq, count: int) -> tuple[DeadLetter, ...]:
+        flat = await self._call(_DEAD_LETTERS, after, count)
+        return tuple(_letter(seq, orjson.loads(raw)) for seq, raw in zip(flat[::2], flat[1::2], strict=True))
+
+    async def requeue(self, seqs: Sequence[Seq]) -> tuple[Seq, ...]:
+        return tuple(Seq(seq) for seq in await self._call(_REQUEUE, *seqs))
+
+    async def ready(self, count: int) -> tuple[GroupHeader, ...]:
+        return tuple(decode(GroupHeader, header) for header in await self._call(_READY, count))
+
+    async def follow(self, reader: str, step: int, *, ttl_s: float) -> int:
+        return int((await self._call(_FOLLOW, reader, step, int(ttl_s * 1000)))[0])
+
+    async def sweep(self, delete_blobs: Callable[[Seq, Attempt, SlotToken], Awaitable[None]] | None = None) -> int:
+        stays, goes, blobs = await self._call(_SWEEP, _SWEEP_LIMIT, int(delete_blobs is not None))
+        with asking("sweep"):
+            await asyncio.gather(*(self._client.persist(self._payload_key(name)) for name in stays))
+            await asyncio.gather(*(self._client.unlink(self._payload_key(name)) for name in goes))
+        if delete_blobs is not None:
+            for name in blobs:
+                seq, attempt, token = name.decode().split(":", 2)
+                await delete_blobs(Seq(int(seq)), Attempt(int(attempt)), SlotToken(token))
+        if done := len(stays) + len(goes) + len(blobs):
+            await self._call(_SWEPT, *stays, "", *goes, "", *blobs)
+        return done
 
     async def payload(self, header: GroupHeader) -> bytes:
         return (await self.payloads((header,)))[0]
@@ -230,19 +369,26 @@ class RedisLedger:
         records, _ = await self._call(_JOURNAL, step, step)
         return _step_record(records[0]) if records else None
 
+    async def trained_step(self, step: int) -> TrainedStep | None:
+        reply = await self._call(_ENDED, step)
+        if not reply:
+            return None
+        incarnation, digest, at_ms = reply
+        return TrainedStep(step=step, incarnation=incarnation, digest=digest.decode(), at=int(at_ms) / 1000)
+
     async def chunks(self, first_step: int, last_step: int) -> tuple[ChunkRecord, ...]:
         _, chunks = await self._call(_JOURNAL, first_step, last_step)
         return tuple(_chunk(chunk[1:]) for chunk in chunks)
 
     async def status(self) -> LedgerStatus:
-        flat, generating, ready, released, forks, versions = await self._call(_STATUS)
+        flat, generating, ready, released, forks, versions, letters, to_spill, readers = await self._call(_STATUS)
         fields = {name.decode(): value.decode() for name, value in _pairs(flat)}
 
         def number(name: str) -> int:
             return int(fields.get(name, 0))
 
         def by_reason(prefix: str) -> dict[Reason, int]:
-            return {Reason(name.removeprefix(prefix)): int(value) for name, value in fields.items() if name.startswith(prefix)}
+            return {Reason(name.removeprefix(prefix)): int(value) for name, value in fields.items() if name.startswith(prefix) and value != "0"}
 
         return LedgerStatus(
             state=RunState(fields["run_state"]),
@@ -261,8 +407,13 @@ class RedisLedger:
             byte_budget=number("budget"),
             admission_limit=number("limit"),
             checkpoints=_checkpoints(fields.get("checkpoints", "[]").encode()),
+            sequence=number("sequence"),
             lineage=_lineage(forks, number("incarnation")),
             ready_versions={Version.parse(version.decode()): int(tokens) for version, tokens in _pairs(versions)},
+            letters=letters,
+            dropped=number("dropped"),
+            to_spill=to_spill,
+            readers={reader.decode(): int(step) for reader, step in _pairs(readers)},
         )
 
     async def delete_run(self) -> int:
@@ -274,29 +425,61 @@ class RedisLedger:
                     deleted += await self._client.unlink(key)
         return deleted
 
+    async def _last(self, what: str) -> None:
+        if self._durable is not None:
+            await self._durable(what)
+
     # the wire ---------------------------------------------------------------------------------------------------------------
 
+    async def _on_cluster(self) -> bool:
+        if self._cluster is None:
+            with asking("ledger"):
+                self._cluster = await self._client.is_cluster()
+        return self._cluster
+
+    async def _keys(self) -> list[str]:
+        """What scripts are given, in their order."""
+        if not self._names:
+            keys, own = self._run, (*_OWN_KEYS, *(_CLUSTER_KEYS if await self._on_cluster() else ()))
+            self._names = [keys.state, keys.forks, keys.audit, keys.routable, *(keys.key(name) for name in own)]
+        return self._names
+
+    async def _send(self, script: Script, *args: str | float | bytes) -> Any:
+        return await script(self._client, keys=await self._keys(), args=[*self._head, *args])
+
     async def _call(self, script: Script, *args: str | float | bytes, about: str = "") -> Any:
-        return self._read(await script(self._client, keys=self._keys, args=[*self._head, *args]), about)
+        known = self._sequence
+        return self._read(await self._send(script, *args), about, known)
 
-    async def _set_and_call(self, key: str, payload: bytes, args: Sequence[str | int | bytes]) -> Any:
-        """SET and the put script in one round trip."""
-        keys, argv = [*self._keys, key], [*self._head, *args]
-        with asking("put"):
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.set(key, payload, nx=True, px=PAYLOAD_TTL_S * 1000)
-                pipe.evalsha(_PUT_SHA, len(keys), *keys, *argv)
-                stored, reply = await pipe.execute(raise_on_error=False)
-            if isinstance(stored, Exception):
-                raise stored
-            if isinstance(reply, NoScriptError):
-                return await _PUT(self._client, keys=keys, args=argv)
-            if isinstance(reply, Exception):
-                raise reply
-        return reply
+    async def _owned(self, script: Script, *args: str | float | bytes, about: str = "") -> Any:
+        """A call of a slot's owner. Raises: `LedgerRegressed`, once, if the ledger's number fell; asked again, the call goes through."""
+        known = self._sequence
+        return self._read(await self._send(script, *args), about, known, owner=True)
 
-    def _read(self, reply: Any, about: str) -> Any:
-        code, *rest = reply
+    async def _fenced(self, script: Script, incarnation: int, *args: str | float | bytes) -> Any:
+        """A call of an attached trainer."""
+        async with self._turn:
+            me = self._attached.get(incarnation) or _Attached()
+            reply = await self._send(script, incarnation, *args, me.incarnation_id, me.seen)
+            if reply[1][0] not in (b"FENCED", b"REGRESSED"):
+                me.seen = max(me.seen, reply[0])
+        return self._read(reply, f"incarnation {incarnation}", 0)
+
+    async def _acknowledge(self, payload_key: str) -> None:
+        """A payload of our own is permanent: nobody need sweep it."""
+        await self._call(_SWEPT, payload_key.removeprefix(str(self._head[1])))
+
+    def _payload_key(self, name: bytes) -> str:
+        return f"{self._head[1]!s}{name.decode()}"
+
+    def _read(self, reply: Any, about: str, known: int, *, owner: bool = False) -> Any:
+        """What the ledger answered. `known` is the newest sequence number this process had seen when it asked."""
+        sequence, (code, *rest) = reply
+        if code != b"RUN_MISSING":
+            if owner and sequence <= known:  # the call itself was counted
+                self._sequence = sequence
+                raise LedgerRegressed(f"run {self._run.run!r} is at change {sequence}, {known} was seen: Redis lost writes it had acknowledged; ask again")
+            self._sequence = max(self._sequence, sequence)
         if code == b"OK":
             return rest
         if code != b"BLOCKED":
@@ -310,11 +493,15 @@ def refuse(code: str, detail: Any, about: str, run: str) -> NoReturn:
     errors: dict[str, Exception] = {
         "RUN_MISSING": RunMissing(_missing(run)),
         "RUN_ENDED": RunEnded(f"run {run!r} is draining: nothing new is handed out"),
+        "REGRESSED": LedgerRegressed(
+            f"the ledger of run {run!r} is at incarnation {seen}: Redis lost writes it had acknowledged; its trainer re-asserts them, or resumes"
+        ),
         "FENCED": Fenced(f"incarnation {seen} is attached: this trainer has been replaced and must stop"),
         "SLOT_LOST": SlotLost(f"{about}: the slot expired or was given away; drop what it made"),
         "TOO_LARGE": PayloadTooLarge(f"{about}: {seen} were charged at reserve; release it as failed, and reserve with the limit its tokens allow"),
         "BAD_VERSION": DecodeError("header.trainable", f"{about}: this run never trained version {seen}"),
         "STEP_ORDER": StepOrder(seen),
+        "REPLAY_GAP": ReplayGap(f"{seen}: start there, keep more with buffer.retention, or read older steps from buffer.spill"),
         "NO_CHECKPOINT": StepOrder(f"attach to {about}: not a registered checkpoint; registered are {seen}"),
         "BUDGET_TOO_SMALL": ConfigError(f"buffer.byte_budget {seen} is smaller than one group's upper bound: raise it, or lower rollout.max_new_tokens"),
     }
@@ -347,6 +534,31 @@ def _step_record(raw: bytes) -> StepRecord:
     return StepRecord(lineage=Lineage(forks, record.pop("head")), **record)
 
 
+def _row(one: CheckpointRef) -> list[int | str]:
+    return [one.step, one.incarnation, one.digest, one.path]
+
+
+def _past_step(past: PastStep, checkpoints: Sequence[CheckpointRef], gone: Collection[Seq]) -> list[str | int | bytes]:
+    """Arguments of the script, after who asks."""
+    chunks, rest = [], []
+    for chunk in past.chunks:
+        groups = [
+            (h.seq, h.attempt, h.token, 0 if h.seq in gone else h.payload_bytes, {str(version): n for version, n in h.trainable.items()}, bool(h.blobs))
+            for h in chunk.headers
+        ]
+        chunks.append((chunk.chunk, chunk.revision, chunk.record.incarnation, groups))
+        rest += [_record_json(chunk.record), *(encode(header) for header in chunk.headers)]
+    kept = [_row(one) for one in checkpoints if one.step == past.step]
+    return [past.step, past.digest, past.incarnation, orjson.dumps(kept), orjson.dumps(chunks), *rest]
+
+
+def _record_json(record: StepRecord) -> bytes:
+    """As `open_step` writes it."""
+    fields = {name: getattr(record, name) for name in ("step", "incarnation", "groups", "chunk", "guard", "cutoff")}
+    forks = {str(incarnation): list(fork) for incarnation, fork in record.lineage.forks.items()}
+    return orjson.dumps(fields | {"head": record.lineage.head, "forks": forks})
+
+
 def _chunk(reply: Sequence[Any]) -> ChunkRecord:
     step, chunk, revision, last, record, *headers = reply
     return ChunkRecord(
@@ -356,6 +568,18 @@ def _chunk(reply: Sequence[Any]) -> ChunkRecord:
         headers=tuple(decode(GroupHeader, header) for header in headers),
         last=bool(last),
         record=_step_record(record),
+    )
+
+
+def _letter(seq: int, row: Mapping[str, Any]) -> DeadLetter:
+    return DeadLetter(
+        seq=Seq(seq),
+        attempt=Attempt(row["a"]),
+        reason=Reason(row["r"]),
+        failures=row["f"],
+        prompt_id=row.get("p"),
+        why=row["w"],
+        at=row["at"] / 1000,
     )
 
 

@@ -47,11 +47,15 @@ def totals(events: Sequence[Event], witness: Sequence[WitnessLine], status: Ledg
         line = [step for step in line if step.step <= status.trained]
     trained = Counter(seq for step in line for seq in step.seqs)
     reserved = {seq for one in events if one.op == "reserved" for seq, _ in cast("Any", one.fields["slots"])}
+    reserved |= {seq for one in events if one.op == "reasserted" for seq in cast("Any", one.fields["seqs"])}  # the stream lost the same tail as the ledger
     dead: dict[int, Reason] = {}
     released: Counter[Reason] = Counter()
     for one in events:
         if one.op == "dead":
             dead[cast("int", one.fields["seq"])] = Reason(cast("str", one.fields["reason"]))
+        elif one.op == "requeued":
+            for seq in cast("Any", one.fields["seqs"]):
+                dead.pop(seq, None)
         elif one.op == "released":
             released[Reason(cast("str", one.fields["reason"]))] += 1
     accounted = reserved & (trained.keys() | dead.keys())
@@ -111,6 +115,8 @@ def _disagreements(
         elif one.op == "trained":
             seqs = {seq for part in chunks.get(fields["step"], {}).values() for seq in part}
             by_audit[fields["incarnation"], fields["step"]] = (fields["digest"], seqs)
+        elif one.op == "reasserted":
+            by_audit[fields["incarnation"], fields["step"]] = (fields["digest"], set(fields["seqs"]))
     by_witness = {(step.incarnation, step.step): step for step in witness}
     for (incarnation, step), (digest, seqs) in by_audit.items():
         seen = by_witness.get((incarnation, step))

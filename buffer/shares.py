@@ -28,6 +28,8 @@ class Share:
 
     def of(self, headers: Sequence[GroupHeader]) -> tuple[GroupHeader, ...]:
         """This rank's groups, in the chunk's order."""
+        if self.ranks == 1:
+            return tuple(headers)
         return tuple(headers[at] for at in split([sum(header.lengths) for header in headers], self.ranks)[self.rank])
 
 

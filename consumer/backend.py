@@ -1,12 +1,20 @@
-"""What the trainer asks of a backend, whatever holds the model. Every call comes from one thread."""
+"""What the trainer asks of a backend, whatever holds the model. Every call comes from one thread.
+
+A backend of your own is a class with these methods, named by its dotted path: `trainer.backend = "package.module:Class"`. It is made as a `BackendFactory`
+says, and gets the whole [trainer] section; what it needs beyond that comes from its module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, cast
 
 from consumer.batch import ChunkBatch
+from consumer.config import TrainerConfig
+from protocol.dotted import load_dotted
+from protocol.errors import ConfigError
 from weightsync.snapshot import TensorBytes
 
 
@@ -60,3 +68,22 @@ class Backend(Protocol):
 
     def restore(self, state: TrainingState) -> None:
         """Continue from `state`. Raises: `RollstreamError` if it belongs to another model."""
+
+
+class BackendFactory(Protocol):
+    """Makes a backend with the starting weights of `model_path`, a Hugging Face model folder. The same seed makes the same backend."""
+
+    def __call__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int) -> Backend: ...
+
+
+def find_backend(name: str) -> BackendFactory:
+    """What `trainer.backend` names. Imports it, which may take seconds. Raises: `ConfigError`."""
+    if name == "torch":
+        from consumer.torch_backend import TorchBackend
+
+        return TorchBackend
+    found = load_dotted("trainer.backend", name, define=f"class {name.partition(':')[2]}")
+    missing = [call for call in ("accumulate", "finish_step", "abandon_step", "snapshot", "capture", "restore") if not callable(getattr(found, call, None))]
+    if missing:
+        raise ConfigError(f"trainer.backend {name}: has no {', '.join(missing)}; give it every method of consumer.backend.Backend")
+    return cast("BackendFactory", found)

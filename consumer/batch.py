@@ -17,17 +17,18 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from buffer.bias import length_bucket
 from buffer.contract import StepRecord
 from buffer.staleness import token_mask
+from consumer.advantages import Advantages, Rewards
 from protocol.arrays import FloatArray, IntArray, MaskArray
 from protocol.errors import RollstreamError
-from protocol.messages import GroupHeader, RolloutGroup, Seq
+from protocol.messages import GroupHeader, Rollout, RolloutGroup, Seq
 
 IndexArray = NDArray[np.int64]
 SHARED_ROW_LIMIT = 1024
@@ -72,9 +73,14 @@ class ChunkBatch:
     group_staleness: Mapping[int, int]
     """Groups, by the staleness of their oldest trainable token."""
     response_tokens: int
+    masked_staleness: Mapping[int, int] = field(default_factory=dict)
+    """Trainable tokens that the guard took out, by staleness."""
+    lengths: Mapping[int, int] = field(default_factory=dict)
+    """Tokens that enter the loss, by the length of their rollout (`buffer.bias.length_bucket`)."""
+    masked_lengths: Mapping[int, int] = field(default_factory=dict)
 
 
-def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup]], advantages: Callable[[torch.Tensor], torch.Tensor]) -> ChunkBatch:
+def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup]], advantages: Callable[[Rewards], Advantages]) -> ChunkBatch:
     """The groups of a chunk; `record` is what the chunk was judged by when it was first journalled.
 
     Raises: `RollstreamError` when a token older than the record's bound would enter a loss although the guard bounds it (never clipped, never skipped), or
@@ -83,12 +89,13 @@ def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup
     rewards = [[rollout.reward for rollout in group.rollouts] for _, group in groups]
     if odd := [header.seq for (header, _), row in zip(groups, rewards, strict=True) if len(row) != len(rewards[0])]:
         raise RollstreamError(f"group {odd[0]} has another number of rollouts than group {groups[0][0].seq}: rollout.group_size differs between producers")
-    values: NDArray[np.float32] = advantages(torch.tensor(rewards, dtype=torch.float64).reshape(len(rewards), len(rewards[0]) if rewards else 1)).numpy()
+    values = advantages(np.array(rewards, dtype=np.float64).reshape(len(rewards), len(rewards[0]) if rewards else 1))
     bound = record.step - 1 - record.cutoff if record.guard != "correct" else None
     laid: list[Siblings] = []
     ages_in_loss: list[NDArray[np.int32]] = []
+    masked = _Masked()
     for (header, group), advantage in zip(groups, values, strict=True):
-        siblings, ages = _lay(group, record, advantage)
+        siblings, ages = _lay(group, record, advantage, masked)
         _check(header.seq, siblings, ages, record.step, bound)
         laid.append(siblings)
         ages_in_loss.append(ages)
@@ -102,14 +109,38 @@ def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup
         masked=trainable - tokens,
         staleness=dict(zip(ages.tolist(), counts.tolist(), strict=True)),
         group_staleness=dict(sorted(Counter(record.lineage.staleness(header.oldest, record.step) for header, _ in groups).items())),
+        masked_staleness=dict(sorted(masked.ages.items())),
+        lengths=dict(sorted(masked.lengths_in_loss.items())),
+        masked_lengths=dict(sorted(masked.lengths.items())),
         response_tokens=trainable,
     )
 
 
-def _lay(group: RolloutGroup, record: StepRecord, advantage: FloatArray) -> tuple[Siblings, NDArray[np.int32]]:
-    """The group end to end, and the staleness [N] of its tokens in the loss."""
+class _Masked:
+    """What the guard took out and left, by length and age; for the report of bias."""
+
+    def __init__(self) -> None:
+        self.lengths_in_loss: Counter[int] = Counter()
+        self.lengths: Counter[int] = Counter()
+        self.ages: Counter[int] = Counter()
+
+    def count(self, rollout: Rollout, mask: MaskArray, ages: IntArray) -> None:
+        sampled, kept = int(rollout.mask.sum()), int(mask.sum())
+        bucket = length_bucket(sampled)
+        if kept:
+            self.lengths_in_loss[bucket] += kept
+        if sampled > kept:
+            self.lengths[bucket] += sampled - kept
+            found, counts = np.unique(ages[(rollout.mask == 1) & (mask == 0)], return_counts=True)
+            self.ages.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
+def _lay(group: RolloutGroup, record: StepRecord, advantage: FloatArray, masked: _Masked) -> tuple[Siblings, NDArray[np.int32]]:
+    """The group end to end, and the staleness [N] of its tokens in the loss; `masked` counts what is in it and what is not."""
     lengths = [len(rollout.tokens) for rollout in group.rollouts]
     masks, ages = zip(*token_mask(group, record), strict=True)
+    for rollout, mask, age in zip(group.rollouts, masks, ages, strict=True):
+        masked.count(rollout, mask, age)
     targets = np.flatnonzero(np.concatenate(masks))
     starts = np.array([0, *itertools.accumulate(lengths)], dtype=np.int64)
     siblings = Siblings(

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import orjson
 
@@ -27,10 +29,13 @@ from consumer.backend import TrainingState
 from consumer.journal import JournalTail
 from protocol.durable import make_folder, sync_folder, write_file
 from protocol.errors import ConfigError, RollstreamError
+from protocol.failpoints import Failpoint, failpoint
 from weightsync.safetensors_file import open_tensors, write_tensors
 from weightsync.snapshot import TensorBytes, weights_digest
 
 SCHEMA = 1
+Incarnations: TypeAlias = "Mapping[int, tuple[int, int, str]]"
+"""Incarnation → (parent, fork step, random id; "" where that is not known)."""
 _NAME = re.compile(r"step-\d{6,}-\d+")
 _TEMPORARY = ".tmp-"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
@@ -58,6 +63,8 @@ class Checkpoint:
     """Of the weights."""
     state: TrainingState
     journal: bytes
+    incarnations: Incarnations = field(default_factory=dict)
+    """The fork table as its trainer knew it, for a ledger that lost it (rule R1)."""
     schedule: Mapping[str, float]
     """For people: learning rate and warm-up it ran with; the schedule itself is a function of the step."""
 
@@ -87,10 +94,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path) 
         write_file(temporary / "state.json", _dump_state(checkpoint))
         sync_folder(temporary / "model")
         sync_folder(temporary)
+        failpoint(Failpoint.CHECKPOINT_WRITTEN)
         if target.is_dir():
             shutil.rmtree(target)
         temporary.rename(target)
         sync_folder(folder)
+        failpoint(Failpoint.CHECKPOINT_RENAMED)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -114,6 +123,7 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
         rng = {name: base64.b64decode(text, validate=True) for name, text in state["rng"].items()}
         progress = Progress(step=state["step"], tokens=state["tokens"], elapsed_s=state["elapsed_s"], rewards=tuple(state["rewards"]))
         incarnation, schema, schedule = int(state["incarnation"]), int(state["schema"]), dict(state["schedule"])
+        incarnations = {int(number): (int(parent), int(step), str(name)) for number, (parent, step, name) in state.get("incarnations", {}).items()}
     except (OSError, KeyError, TypeError, ValueError, AttributeError, binascii.Error, RollstreamError) as problem:
         raise CheckpointDamaged(f"checkpoint of step {reference.step} in {path} cannot be read ({type(problem).__name__}: {problem})") from problem
     if schema > SCHEMA:
@@ -129,8 +139,21 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
         digest=digest,
         state=TrainingState(weights=weights, optimizer=optimizer, rng=rng),
         journal=journal,
+        incarnations=incarnations,
         schedule=schedule,
     )
+
+
+def checkpoints_on_disk(folder: Path) -> list[CheckpointRef]:
+    """Every whole checkpoint in `folder`, by step and incarnation, whether the ledger knows it or not. One whose state cannot be read is passed over."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not (_NAME.fullmatch(path.name) and path.is_dir()):
+            continue
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            state = orjson.loads((path / "state.json").read_bytes())
+            found.append(CheckpointRef(step=int(state["step"]), incarnation=int(state["incarnation"]), digest=str(state["digest"]), path=str(path)))
+    return sorted(found, key=lambda one: (one.step, one.incarnation))
 
 
 def sweep(folder: Path, kept: Collection[CheckpointRef], *, incarnation: int, below: tuple[int, int] | None = None) -> list[str]:
@@ -168,6 +191,7 @@ def _dump_state(checkpoint: Checkpoint) -> bytes:
         "tokens": progress.tokens,
         "elapsed_s": progress.elapsed_s,
         "rewards": list(progress.rewards),
+        "incarnations": {str(number): list(fork) for number, fork in checkpoint.incarnations.items()},
         "schedule": dict(checkpoint.schedule),
         "rng": {name: base64.b64encode(value).decode() for name, value in checkpoint.state.rng.items()},
     }

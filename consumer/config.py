@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -19,10 +20,11 @@ PUBLISH_S = 60.0
 """The first and the last version of a life may take so long to be visible."""
 _OTHER_STOP_S = 120.0
 """Of a stop: the chunk under way, the checkpoint in flight and the last one, closing."""
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class TrainerConfig(Section):
-    backend: Literal["torch", "megatron"] = Field("torch", description="torch: transformers models in this process.")
+    backend: str = Field("torch", description="torch: transformers models in this process; or package.module:Class, a backend of your own.")
     loss: Literal["ppo_clip", "trust_region"] = Field("ppo_clip", description="ppo_clip, or trust_region: its equal alternative, a mask by moved probability.")
     clip_low: float = Field(0.2, ge=0, lt=1, description="ppo_clip: the ratio to the behaviour policy is clipped below 1 - clip_low.")
     clip_high: float = Field(0.28, ge=0, description="ppo_clip: and above 1 + clip_high.")
@@ -46,6 +48,8 @@ class TrainerConfig(Section):
     def _backend_is_here(self) -> TrainerConfig:
         if self.backend == "megatron":
             raise ValueError("backend megatron comes in a later release: use torch")
+        if self.backend != "torch" and not _DOTTED.fullmatch(self.backend):
+            raise ValueError(f"backend {self.backend!r}: expected torch, or package.module:Class for a backend of your own")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {list(self.betas)}: each must be at least 0 and below 1")
         return self
@@ -118,9 +122,12 @@ def check_sections(*, buffer: BufferConfig, weights: WeightsConfig, rollout: Rol
         raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
     needed = byte_budget_needed(buffer=buffer, rollout=rollout, checkpoint=checkpoint)
     if buffer.byte_budget < needed:
+        steps, lower = "D + 1 + checkpoint.keep * interval + buffer.retention", "set buffer.spill, or lower checkpoint.every_steps"
+        if buffer.spill:
+            steps, lower = "D + 2", "or lower buffer.pipeline_depth"
         raise ConfigError(
-            f"buffer.byte_budget {buffer.byte_budget} is too small: (D + 1 + checkpoint.keep * interval + buffer.retention) * B groups of "
-            f"up to {group_bytes(rollout)} bytes need {needed}; raise it, or lower checkpoint.every_steps, buffer.groups_per_step or the limits of [rollout]"
+            f"buffer.byte_budget {buffer.byte_budget} is too small: ({steps}) * B groups of up to {group_bytes(rollout)} bytes need {needed}; "
+            f"raise it, {lower}, buffer.groups_per_step or the limits of [rollout]"
         )
 
 

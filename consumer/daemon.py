@@ -1,35 +1,45 @@
-"""One life of the trainer: model, attachment, training, end of the run. Imports torch."""
+"""One life of the trainer: model, attachment, training, end of the run. What brings torch is the backend, imported when it is made."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
+import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from buffer.audit import AuditSpill
 from buffer.client import TrainerBuffer
-from buffer.contract import Attachment, CheckpointRef, Ledger
+from buffer.config import BufferConfig
+from buffer.contract import Attachment, CheckpointRef, Ledger, LedgerStatus
+from buffer.recording import RecordingAbout
+from buffer.spill import Spiller
+from buffer.storage import Storage, claim_storage, open_storage
+from buffer.upkeep import upkeep
+from buffer.watchdog import EdgeLog
 from buffer.witness import Witness
-from consumer.backend import Backend
-from consumer.checkpoint import CheckpointDamaged, Progress, read_checkpoint, sweep
+from consumer.backend import Backend, find_backend
+from consumer.checkpoint import CheckpointDamaged, Incarnations, Progress, checkpoints_on_disk, read_checkpoint, sweep
 from consumer.config import PUBLISH_S, TrainerDaemonConfig
 from consumer.journal import JournalTail
 from consumer.keeper import Keeper
 from consumer.loop import Parts, TrainingLoop
+from consumer.mending import Mender, beyond, checkpoints_on_line, freed_groups, history_on_disk, newest_incarnation
 from consumer.stats import MetricsFile
-from consumer.torch_backend import TorchBackend
 from consumer.worker import Worker
 from protocol.connection import Client
 from protocol.durable import make_folder
-from protocol.errors import ConfigError, RunExists
+from protocol.errors import ConfigError, Fenced, RunExists
+from protocol.failpoints import Failpoint, failpoint
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
-from protocol.messages import TrainerStatus
+from protocol.messages import Seq, TrainerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Wakeups, wakeups
 from weightsync.channel import Channel
@@ -43,6 +53,15 @@ _BEAT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Back:
+    """Where a person goes back to."""
+
+    step: int
+    abandon: bool = False
+    """Give up what followed instead of training it again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
     """Where training starts: the starting weights, or a checkpoint that the backend has been restored to."""
 
@@ -50,6 +69,11 @@ class _Start:
     progress: Progress
     journal: JournalTail
     checkpoint: CheckpointRef | None
+    incarnations: Incarnations = field(default_factory=dict)
+    abandon: tuple[Seq, ...] | None = None
+    """Give up what followed the checkpoint, these groups of freed steps too."""
+    above: int = 0
+    """The newest incarnation that left anything on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +85,9 @@ class _Here:
     worker: Worker
     publisher: Publisher
     attachment: Attachment
+    kept: tuple[CheckpointRef, ...]
     trainer_id: str
+    storage: Storage
 
 
 async def run_trainer(
@@ -73,57 +99,117 @@ async def run_trainer(
     *,
     new_as: RunIdentity | None,
     from_step: int | None = None,
+    abandon: bool = False,
+    settings: BufferConfig | None = None,
 ) -> None:
-    """Train until the run ends. `new_as`: make the run with this identity; None: it is there. `from_step`: the checkpoint to resume from; None: the newest.
+    """Train until the run ends. `new_as`: make the run with this identity; None: it is there, with `settings` (None: those of `config`). `from_step`: the
+    checkpoint to resume from; None: the newest, also where the ledger lost it (rule R1). `abandon`: what followed `from_step` is given up, not trained again.
 
     Order of stopping: training ends at a step's edge, the final version is published, the final checkpoint registered, engines ack to a deadline, the run
-    drains; then heartbeats, publisher, wake-ups and the spill of the audit stream close.
+    drains; then heartbeats, upkeep, publisher, wake-ups and the spill of the audit stream close.
     Raises: `RunExists`; `Fenced` when another trainer attached: this one changes nothing more.
     """
+    storage = open_storage(settings or config.buffer, config.run.name)
+    about = None if new_as is None else RecordingAbout(run=config.run.name, identity=new_as, settings=config.buffer)
+    await asyncio.to_thread(claim_storage, storage, about)
     async with Worker() as worker:
-        start = await _start_from(config, ledger, worker, new_as, from_step)
+        start = await _start_from(config, ledger, worker, new_as, None if from_step is None else _Back(step=from_step, abandon=abandon))
         await asyncio.to_thread(make_folder, config.run.folder)
         async with AuditSpill(client, keys, config.run.folder / "audit.jsonl"), wakeups(client, keys) as waker:
             trainer_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-            attachment = await ledger.attach(start.checkpoint, trainer_id=trainer_id)
+            failpoint(Failpoint.TRAINER_BEFORE_ATTACH)
+            attachment = await ledger.attach(start.checkpoint, trainer_id=trainer_id, abandon=start.abandon, above=start.above)
+            failpoint(Failpoint.TRAINER_ATTACHED)
             _LOG.info("attached as incarnation %d after step %d", attachment.incarnation, attachment.resume_step)
             kept = () if start.checkpoint is None else (await ledger.status()).checkpoints
             await asyncio.to_thread(sweep, config.checkpoint_folder, kept, incarnation=attachment.incarnation)
             store = DirectoryStore(store_folder(config.weights, config.run), config.model.path)
             async with Publisher(Channel(client, keys), store, keep=config.weights.keep) as publisher:
-                here = _Here(ledger=ledger, waker=waker, worker=worker, publisher=publisher, attachment=attachment, trainer_id=trainer_id)
-                with _training(config, start, here) as loop:
-                    async with _heartbeats(Presence(client, keys, "trainer", TrainerStatus), loop, worker, publisher):
-                        await _train_and_end(loop, ledger, Registry(client, keys), waker, stop, weights=config.weights)
+                here = _Here(
+                    ledger=ledger,
+                    waker=waker,
+                    worker=worker,
+                    publisher=publisher,
+                    attachment=attachment,
+                    kept=kept,
+                    trainer_id=trainer_id,
+                    storage=storage,
+                )
+                with _training(config, start, here) as (loop, mender):
+                    async with (
+                        upkeep(ledger, storage, attachment.incarnation) as spiller,
+                        _heartbeats(Presence(client, keys, "trainer", TrainerStatus), loop, here, spiller, stall_s=config.run.stall_seconds),
+                    ):
+                        await _train_and_end(loop, mender, Registry(client, keys), waker, stop, weights=config.weights)
 
 
-async def _start_from(config: TrainerDaemonConfig, ledger: Ledger, worker: Worker, new_as: RunIdentity | None, from_step: int | None) -> _Start:
-    backend = await worker.call(TorchBackend, config.model_folder, config.trainer, temperature=config.rollout.temperature, seed=config.run.seed)
+async def _start_from(config: TrainerDaemonConfig, ledger: Ledger, worker: Worker, new_as: RunIdentity | None, back: _Back | None) -> _Start:
+    make_backend = await worker.call(find_backend, config.trainer.backend)  # torch: seconds, during which signals are still heard
+    backend = await worker.call(make_backend, config.model_folder, config.trainer, temperature=config.rollout.temperature, seed=config.run.seed)
     if new_as is not None:
         if not await ledger.create(new_as, config.buffer):
             raise RunExists(f"run {config.run.name!r} was made by somebody else just now: use --resume to go on with it, or another run.name")
+        failpoint(Failpoint.TRAINER_CREATED)
         return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None)
-    registered = (await ledger.status()).checkpoints
-    reference = _chosen(registered, from_step)
+    folder, witness = config.checkpoint_folder, config.run.folder / "witness.jsonl"
+    status = await _mended(ledger, folder, witness)
+    known = status.checkpoints
+    if back is not None and back.abandon:  # any that is still on disk will do
+        known = (*known, *await asyncio.to_thread(checkpoints_on_line, folder, status.lineage))
+    reference = _chosen(known, back)
+    given_up = None if back is None or not back.abandon else await asyncio.to_thread(freed_groups, witness, status, back.step)
+    store = DirectoryStore(store_folder(config.weights, config.run), config.model.path)
+    above = await asyncio.to_thread(newest_incarnation, folder, witness, store)
     if reference is None:
-        return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None)
+        return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None, abandon=given_up, above=above)
     try:
-        found = await asyncio.to_thread(read_checkpoint, reference, folder=config.checkpoint_folder)
+        found = await asyncio.to_thread(read_checkpoint, reference, folder=folder)
     except CheckpointDamaged as problem:
-        raise CheckpointDamaged(f"{problem}; {_instead(registered, reference)}") from problem
+        raise CheckpointDamaged(f"{problem}; {_instead(status.checkpoints, reference)}") from problem
     await worker.call(backend.restore, found.state)
-    return _Start(backend=backend, progress=found.progress, journal=JournalTail.load(found.journal), checkpoint=reference)
+    return _Start(
+        backend=backend,
+        progress=found.progress,
+        journal=JournalTail.load(found.journal),
+        checkpoint=reference,
+        incarnations=found.incarnations,
+        abandon=given_up,
+        above=above,
+    )
 
 
-def _chosen(registered: Collection[CheckpointRef], from_step: int | None) -> CheckpointRef | None:
-    """The newest, or the one asked for. Raises: `ConfigError` if that is not registered."""
-    if from_step is None:
-        return max(registered, key=lambda one: one.step, default=None)
-    for one in registered:
-        if one.step == from_step:
+async def _mended(ledger: Ledger, folder: Path, witness: Path) -> LedgerStatus:
+    """The ledger's state, once it knows of every checkpoint that is on disk (rule R1): the checkpoint is the truth."""
+    on_disk = await asyncio.to_thread(checkpoints_on_disk, folder)  # first: what another trainer saves after our look at the ledger proves nothing
+    status = await ledger.status()
+    newer = beyond(status, on_disk)
+    if newer is None:
+        return status
+    found = await asyncio.to_thread(read_checkpoint, newer, folder=folder)
+    _LOG.warning(
+        "the ledger is at step %d of incarnation %d, and %s is of step %d of incarnation %d: Redis lost writes it had acknowledged; re-asserting them",
+        *(status.trained, status.incarnation, newer.path, newer.step, newer.incarnation),
+    )
+    history = await asyncio.to_thread(history_on_disk, newer, found, folder, witness)
+    try:
+        await ledger.reassert(newer.incarnation, history.incarnations[newer.incarnation][2], history)
+    except Fenced:
+        _LOG.warning("another trainer has attached as incarnation %d since: going on from what it registered, %s is given up", newer.incarnation, newer.path)
+    return await ledger.status()
+
+
+def _chosen(known: Collection[CheckpointRef], back: _Back | None) -> CheckpointRef | None:
+    """The newest, or the one asked for; None: the starting weights. Raises: `ConfigError` if that is not there."""
+    if back is None:
+        return max(known, key=lambda one: one.step, default=None)
+    if back.step == 0 and back.abandon:
+        return None
+    for one in known:
+        if one.step == back.step:
             return one
-    steps = ", ".join(str(one.step) for one in registered) or "none"
-    raise ConfigError(f"--from-step {from_step}: no checkpoint of that step is registered; registered are {steps}")
+    steps = ", ".join(str(one.step) for one in known) or "none"
+    where = "registered or on disk" if back.abandon else "registered"
+    raise ConfigError(f"--from-step {back.step}: no checkpoint of that step is {where}; {where} are {steps}")
 
 
 def _instead(registered: Collection[CheckpointRef], damaged: CheckpointRef) -> str:
@@ -136,11 +222,13 @@ def _instead(registered: Collection[CheckpointRef], damaged: CheckpointRef) -> s
 
 
 @contextlib.contextmanager
-def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterator[TrainingLoop]:
+def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterator[tuple[TrainingLoop, Mender]]:
     """The loop over its parts, its files open."""
+    witness = config.run.folder / "witness.jsonl"
+    mender = Mender(here.ledger, here.attachment, journal=start.journal, witness=witness, kept=here.kept, known=start.incarnations)
     with contextlib.closing(MetricsFile(config.run.folder / "metrics.jsonl")) as metrics:
         keeper = Keeper(
-            here.ledger,
+            mender,
             here.attachment.incarnation,
             config=config.checkpoint,
             trainer=config.trainer,
@@ -148,18 +236,20 @@ def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterat
             model_path=config.model_folder,
             journal=start.journal,
             last=start.checkpoint,
+            incarnations=lambda: mender.incarnations,
         )
         parts = Parts(
             ledger=here.ledger,
-            buffer=TrainerBuffer(here.ledger, here.waker, here.attachment.incarnation),
+            buffer=TrainerBuffer(here.ledger, here.waker, here.attachment.incarnation, here.storage),
             backend=start.backend,
             worker=here.worker,
             publisher=here.publisher,
             keeper=keeper,
-            witness=Witness(config.run.folder / "witness.jsonl"),
+            mender=mender,
+            witness=Witness(witness),
             metrics=metrics,
         )
-        yield TrainingLoop(
+        loop = TrainingLoop(
             here.attachment,
             start.progress,
             trainer=config.trainer,
@@ -168,9 +258,10 @@ def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterat
             parts=parts,
             trainer_id=here.trainer_id,
         )
+        yield loop, mender
 
 
-async def _train_and_end(loop: TrainingLoop, ledger: Ledger, registry: Registry, waker: Wakeups, stop: asyncio.Event, *, weights: WeightsConfig) -> None:
+async def _train_and_end(loop: TrainingLoop, mender: Mender, registry: Registry, waker: Wakeups, stop: asyncio.Event, *, weights: WeightsConfig) -> None:
     """Steps within `consumer.config.stop_seconds` once `stop` is set."""
     await loop.publish_now(PUBLISH_S)
     reason = await loop.run(stop)
@@ -178,19 +269,21 @@ async def _train_and_end(loop: TrainingLoop, ledger: Ledger, registry: Registry,
     await loop.checkpoint_now()
     if behind := await registry.wait_acks(version, waker, apply_s=weights.apply_deadline_s, most_paused=weights.max_paused):
         _LOG.warning("the run ends without these engines at %s: %s", version, ", ".join(behind))
-    await ledger.drain(version.incarnation, reason)
+    failpoint(Failpoint.TRAINER_BEFORE_DRAIN)
+    await mender.drain(version.incarnation, reason)
+    failpoint(Failpoint.TRAINER_DRAINED)
     _LOG.info("run ended after step %d: %s", version.n, reason)
 
 
 @contextlib.asynccontextmanager
-async def _heartbeats(presence: Presence[TrainerStatus], loop: TrainingLoop, worker: Worker, publisher: Publisher) -> AsyncIterator[None]:
+async def _heartbeats(presence: Presence[TrainerStatus], loop: TrainingLoop, here: _Here, spiller: Spiller | None, *, stall_s: float) -> AsyncIterator[None]:
     """Announce the trainer every second while the context is open, and take it back at its end. A heartbeat that fails and a publisher that is gone end it:
     without versions a trainer waits for groups that nobody may generate.
     """
     done = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        group.create_task(_beat(presence, loop, worker, done), name="trainer:heartbeat")
-        published = group.create_task(publisher.failed(), name="trainer:publisher")
+        group.create_task(_beat(presence, loop, here.worker, spiller, done, stall_s=stall_s), name="trainer:heartbeat")
+        published = group.create_task(here.publisher.failed(), name="trainer:publisher")
         try:
             yield
         finally:
@@ -199,9 +292,14 @@ async def _heartbeats(presence: Presence[TrainerStatus], loop: TrainingLoop, wor
     await presence.leave(loop.status.trainer_id)
 
 
-async def _beat(presence: Presence[TrainerStatus], loop: TrainingLoop, worker: Worker, done: asyncio.Event) -> None:
+async def _beat(presence: Presence[TrainerStatus], loop: TrainingLoop, worker: Worker, spiller: Spiller | None, done: asyncio.Event, *, stall_s: float) -> None:
+    stalls = EdgeLog(_LOG, "training", stall_s)
     while not done.is_set():
-        await presence.beat(loop.status.trainer_id, loop.live_status(busy_s=worker.busy_s))
+        status = loop.live_status(busy_s=worker.busy_s)
+        if spiller is not None:
+            status = dataclasses.replace(status, spill_failing_since=spiller.status.failing_since, spill_problem=spiller.status.problem)
+        stalls.see(status.waiting_for, status.waiting_since, time.time())
+        await presence.beat(status.trainer_id, status)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
                 await done.wait()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from buffer.contract import ChunkRecord, StepRecord
-from protocol.codec import decode, encode
+from buffer.contract import ChunkRecord
+from buffer.journal_codec import decode_chunk, encode_chunk
 from protocol.errors import DecodeError
 from protocol.frames import open_frame, write_frame
-from protocol.messages import GroupHeader
-from protocol.versions import Fork, Lineage
 
-_TAIL, _CHUNK = "checkpoint_journal", "chunk_record"
+_TAIL = "checkpoint_journal"
 _MAX_BYTES = 1 << 32
 
 
@@ -23,7 +20,7 @@ class JournalTail:
         self._steps: dict[int, list[bytes]] = {}
 
     def add(self, step: int, chunks: Sequence[ChunkRecord]) -> None:
-        self._steps[step] = [_encode(chunk) for chunk in chunks]
+        self._steps[step] = [encode_chunk(chunk) for chunk in chunks]
 
     def forget(self, up_to: int) -> None:
         """Drop steps that the oldest kept checkpoint covers."""
@@ -43,7 +40,7 @@ class JournalTail:
 
 def read_journal(data: bytes) -> dict[int, tuple[ChunkRecord, ...]]:
     """Every step of a checkpoint's journal with its chunks. Raises: `DecodeError`."""
-    return {step: tuple(_decode(chunk) for chunk in chunks) for step, chunks in _open(data).items()}
+    return {step: tuple(decode_chunk(chunk) for chunk in chunks) for step, chunks in _open(data).items()}
 
 
 def _open(data: bytes) -> dict[int, list[bytes]]:
@@ -54,40 +51,3 @@ def _open(data: bytes) -> dict[int, list[bytes]]:
             raise DecodeError(f"{_TAIL}.steps", "expected [step, chunk, …] of each step")
         steps[entry[0]] = entry[1:]
     return steps
-
-
-def _encode(chunk: ChunkRecord) -> bytes:
-    record = chunk.record
-    return write_frame(
-        _CHUNK,
-        {
-            "step": chunk.step,
-            "chunk": chunk.chunk,
-            "revision": chunk.revision,
-            "last": chunk.last,
-            "headers": [encode(header) for header in chunk.headers],
-            "record": {name: getattr(record, name) for name in ("step", "incarnation", "groups", "chunk", "cutoff")} | {"guard": str(record.guard)},
-            "head": record.lineage.head,
-            "forks": [[incarnation, *fork] for incarnation, fork in sorted(record.lineage.forks.items())],
-        },
-    )
-
-
-def _decode(data: bytes) -> ChunkRecord:
-    body = open_frame(_CHUNK, data, _MAX_BYTES)
-    try:
-        return ChunkRecord(
-            step=int(body["step"]),
-            chunk=int(body["chunk"]),
-            revision=int(body["revision"]),
-            last=bool(body["last"]),
-            headers=tuple(decode(GroupHeader, header) for header in body["headers"]),
-            record=_record(body),
-        )
-    except (KeyError, TypeError, ValueError) as problem:
-        raise DecodeError(_CHUNK, str(problem)) from problem
-
-
-def _record(body: Mapping[str, Any]) -> StepRecord:
-    forks = {int(incarnation): Fork(int(parent), int(step)) for incarnation, parent, step in body["forks"]}
-    return StepRecord(**body["record"], lineage=Lineage(forks, int(body["head"])))

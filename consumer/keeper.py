@@ -7,15 +7,23 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-from buffer.contract import CheckpointRef, Ledger
+from buffer.contract import CheckpointRef
 from consumer.backend import TrainingState
-from consumer.checkpoint import Checkpoint, Progress, sweep, write_checkpoint
+from consumer.checkpoint import Checkpoint, Incarnations, Progress, sweep, write_checkpoint
 from consumer.config import CheckpointConfig, TrainerConfig
 from consumer.journal import JournalTail
 from protocol.errors import RollstreamError
+from protocol.failpoints import Failpoint, failpoint
 
 _LOG = logging.getLogger(__name__)
+
+
+class Registry(Protocol):
+    """Where checkpoints are registered: a ledger."""
+
+    async def checkpoint(self, incarnation: int, checkpoint: CheckpointRef, *, keep: int) -> tuple[CheckpointRef, ...]: ...
 
 
 class Keeper:
@@ -26,7 +34,7 @@ class Keeper:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: Registry,
         incarnation: int,
         *,
         config: CheckpointConfig,
@@ -35,6 +43,7 @@ class Keeper:
         model_path: Path,
         journal: JournalTail,
         last: CheckpointRef | None,
+        incarnations: Callable[[], Incarnations] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
@@ -44,6 +53,7 @@ class Keeper:
         self._folder = folder
         self._model_path = model_path
         self._clock = clock
+        self._incarnations = incarnations
         self._in_flight: asyncio.Task[None] | None = None
         self._started_at = clock()
         self.journal = journal
@@ -62,7 +72,15 @@ class Keeper:
         """Write and register in the background; a failure ends `group`."""
         self.step, self._started_at = progress.step, self._clock()
         journal = self.journal.dump()
-        checkpoint = Checkpoint(progress=progress, incarnation=self._incarnation, digest=digest, state=state, journal=journal, schedule=self._schedule)
+        checkpoint = Checkpoint(
+            progress=progress,
+            incarnation=self._incarnation,
+            digest=digest,
+            state=state,
+            journal=journal,
+            incarnations=self._incarnations(),
+            schedule=self._schedule,
+        )
         self._in_flight = group.create_task(self._write(checkpoint), name=f"trainer:checkpoint {progress.step}")
 
     async def settle(self) -> None:
@@ -80,6 +98,7 @@ class Keeper:
             ) from problem
         reference = CheckpointRef(step=step, incarnation=self._incarnation, digest=checkpoint.digest, path=str(path))
         kept = await self._ledger.checkpoint(self._incarnation, reference, keep=self._config.keep)
+        failpoint(Failpoint.CHECKPOINT_REGISTERED)
         self.journal.forget(min(one.step for one in kept) if len(kept) >= self._config.keep else 0)
         removed = await asyncio.to_thread(sweep, self._folder, kept, incarnation=self._incarnation, below=(step, self._incarnation))
         _LOG.info("checkpoint of step %d registered; %d kept, removed %s", step, len(kept), removed or "none")

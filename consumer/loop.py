@@ -29,9 +29,12 @@ from consumer.batch import ChunkBatch, collate
 from consumer.checkpoint import Progress
 from consumer.config import StopConfig, TrainerConfig
 from consumer.keeper import Keeper
+from consumer.mending import Mender
 from consumer.stats import REWARD_WINDOW, MetricsFile, step_stats
 from consumer.stopping import stop_reason
 from consumer.worker import Worker
+from protocol.errors import LedgerRegressed
+from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Edge, GroupHeader, JsonValue, RolloutGroup, TrainerStatus
 from protocol.versions import Version
 from weightsync.publisher import Publisher
@@ -48,6 +51,7 @@ class Parts:
     worker: Worker
     publisher: Publisher
     keeper: Keeper
+    mender: Mender
     witness: Witness
     metrics: MetricsFile
 
@@ -58,6 +62,15 @@ class _Taken:
 
     chunk: ChunkRecord
     groups: list[tuple[GroupHeader, RolloutGroup]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Gathered:
+    """A whole step, ready for the optimizer."""
+
+    chunks: list[ChunkRecord]
+    batches: list[ChunkBatch]
+    wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,6 +102,7 @@ class TrainingLoop:
         self._started_s = time.monotonic()
         self._elapsed_before_s = progress.elapsed_s
         self._published = -1
+        self._idle = False
         self.progress = progress
         self.status = TrainerStatus(
             trainer_id=trainer_id, incarnation=self._incarnation, step=progress.step, trained=progress.step, host=socket.gethostname(), pid=os.getpid()
@@ -135,17 +149,49 @@ class TrainingLoop:
 
     async def _step(self, background: asyncio.TaskGroup, step: int, stopped: asyncio.Task[bool]) -> bool:
         """Train one step; False if `stopped` came first, with the weights as before it."""
-        parts, started_s, busy_s, wait_s = self._parts, time.monotonic(), self._parts.worker.busy_s, 0.0
+        parts, started_s, busy_s = self._parts, time.monotonic(), self._parts.worker.busy_s
+        gathered = await self._gather(step, stopped)
+        if gathered is None:
+            return False
+        after = await parts.worker.call(self._finish, step, gathered.batches)
+        parts.mender.stepped(step, gathered.chunks)
+        stats = step_stats(gathered.batches, after.report, seconds=time.monotonic() - started_s, wait_s=gathered.wait_s, train_s=parts.worker.busy_s - busy_s)
+        reply = await parts.mender.trained(self._incarnation, step, after.digest, stats)
+        failpoint(Failpoint.TRAINER_TRAINED)
+        await self._edge(background, step, after, stats, wanted=reply.checkpoint_wanted)
+        return True
+
+    async def _gather(self, step: int, stopped: asyncio.Task[bool]) -> _Gathered | None:
+        """All chunks of the step, their gradients accumulated; None, and nothing accumulated, if `stopped` came first. Where the ledger forgot what it had
+        leased, the step begins again once the ledger is mended (rule R1).
+        """
+        while True:
+            since = self._parts.mender.mended
+            try:
+                gathered = await self._take_all(step, stopped)
+            except* LedgerRegressed as problems:
+                forgot = problems
+            else:
+                if gathered is None:
+                    await self._parts.worker.call(self._parts.backend.abandon_step)
+                return gathered
+            await self._parts.worker.call(self._parts.backend.abandon_step)
+            await self._parts.mender.mend(cast("LedgerRegressed", forgot.exceptions[0]), since=since)
+
+    async def _take_all(self, step: int, stopped: asyncio.Task[bool]) -> _Gathered | None:
+        parts, wait_s = self._parts, 0.0
         self._show(step=step)
         await parts.ledger.open_step(self._incarnation, step)
+        failpoint(Failpoint.TRAINER_STEP_OPENED)
         chunks: list[ChunkRecord] = []
         batches: list[ChunkBatch] = []
         async with asyncio.TaskGroup() as fetching:
             upcoming = fetching.create_task(self._take(step, 0), name="trainer:fetch")
             for index in itertools.count(1):
-                waiting_s = time.monotonic()
+                waiting_s, self._idle = time.monotonic(), True
                 await asyncio.wait((upcoming, stopped), return_when=asyncio.FIRST_COMPLETED)
                 wait_s += time.monotonic() - waiting_s
+                self._idle = False
                 self._show(edge=None)
                 if stopped.done():
                     upcoming.cancel()
@@ -155,21 +201,16 @@ class TrainingLoop:
                     upcoming = fetching.create_task(self._take(step, index), name="trainer:fetch")
                 chunks.append(taken.chunk)
                 batches.append(await parts.worker.call(self._accumulate, taken))
+                self.status = dataclasses.replace(self.status, moved_at=time.time())
                 if taken.chunk.last:
                     break
-        if stopped.done():
-            await parts.worker.call(parts.backend.abandon_step)
-            return False
-        after = await parts.worker.call(self._finish, step, batches)
-        stats = step_stats(batches, after.report, seconds=time.monotonic() - started_s, wait_s=wait_s, train_s=parts.worker.busy_s - busy_s)
-        reply = await parts.ledger.trained(self._incarnation, step, after.digest, stats)
-        parts.keeper.journal.add(step, chunks)
-        await self._edge(background, step, after, stats, wanted=reply.checkpoint_wanted)
-        return True
+        return None if stopped.done() else _Gathered(chunks=chunks, batches=batches, wait_s=wait_s)
 
     async def _take(self, step: int, index: int) -> _Taken:
-        leased = await self._parts.buffer.lease(step, index, lambda edge: self._show(edge=edge))
-        chunk, groups = await self._parts.buffer.fetch(leased, lambda edge: self._show(edge=edge))
+        leased = await self._parts.buffer.lease(step, index, self._blocked)
+        failpoint(Failpoint.TRAINER_CHUNK_LEASED)
+        chunk, groups = await self._parts.buffer.fetch(leased, self._blocked)
+        failpoint(Failpoint.TRAINER_CHUNK_FETCHED)
         return _Taken(chunk=chunk, groups=groups)
 
     async def _edge(self, background: asyncio.TaskGroup, step: int, after: _Stepped, stats: dict[str, JsonValue], *, wanted: bool) -> None:
@@ -198,23 +239,34 @@ class TrainingLoop:
         state = await self._parts.worker.call(self._parts.backend.capture)
         self._parts.keeper.begin(group, self.progress, await asyncio.to_thread(weights_digest, state.weights), state)
 
+    def _blocked(self, edge: Edge) -> None:
+        """Called at least once a second while a chunk is waited for; one that is fetched while another trains holds nobody up."""
+        if self._idle:
+            self._show(edge=edge)
+
     def _show(self, *, step: int | None = None, edge: Edge | None = None) -> None:
         """What the next heartbeat says: a step, or the edge waited on, since when it began to wait."""
+        now = time.time()
         if step is not None:
-            self.status = dataclasses.replace(self.status, step=step, trained=self.progress.step)
+            self.status = dataclasses.replace(self.status, step=step, trained=self.progress.step, moved_at=now)
+        elif edge is None:
+            self.status = dataclasses.replace(self.status, waiting_for=None, waiting_since=0.0, moved_at=now)
         elif edge != self.status.waiting_for:
-            self.status = dataclasses.replace(self.status, waiting_for=edge, waiting_since=time.time() if edge is not None else 0.0)
+            self.status = dataclasses.replace(self.status, waiting_for=edge, waiting_since=now)
 
     # -- in the worker's thread ------------------------------------------------------------------------------------------------------------------
 
     def _accumulate(self, taken: _Taken) -> ChunkBatch:
         batch = collate(taken.chunk.record, taken.groups, ADVANTAGES[self._trainer.advantage])
         self._parts.backend.accumulate(batch)
+        failpoint(Failpoint.TRAINER_ACCUMULATED)
         return batch
 
     def _finish(self, step: int, batches: list[ChunkBatch]) -> _Stepped:
         tokens = sum(batch.tokens for batch in batches)
+        failpoint(Failpoint.TRAINER_BEFORE_OPTIMIZER)
         report = self._parts.backend.finish_step(step, tokens)
+        failpoint(Failpoint.TRAINER_STEPPED)
         after = self._snapshot(report)
         line = WitnessLine(
             incarnation=self._incarnation,
@@ -229,6 +281,7 @@ class TrainingLoop:
             at=time.time(),
         )
         self._parts.witness.append(line)
+        failpoint(Failpoint.TRAINER_WITNESSED)
         return after
 
     def _snapshot(self, report: StepReport | None = None) -> _Stepped:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from buffer.config import BufferConfig
+from buffer.durability import Durability
 from buffer.redis_ledger import RedisLedger
 from consumer.config import TrainerDaemonConfig, check_sections
+from consumer.daemon import run_trainer
+from consumer.modes import RunHandle, run_recorded, run_shadow
 from protocol.config import load
 from protocol.connection import check_server, connect
 from protocol.daemon import arguments, run_daemon
@@ -27,16 +29,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--new", action="store_true", help="make the run; refuses one that exists")
     how.add_argument("--resume", action="store_true", help="go on from the newest registered checkpoint, or from the starting weights if there is none")
-    parser.add_argument("--from-step", type=int, metavar="N", help="with --resume: go back to the registered checkpoint of step N; newer ones are given up")
+    how.add_argument("--shadow", metavar="NAME", help="train beside the run's trainer on the same groups, taking none; writes shadow-NAME/ in run.dir")
+    how.add_argument("--recorded", metavar="WHERE", help="train on a recording or export: no Redis, producer or engine; writes recorded/ in run.dir")
+    parser.add_argument(
+        "--from-step",
+        type=int,
+        metavar="N",
+        help="with --resume: go back to the registered checkpoint of step N, newer ones are given up; with --shadow: begin at it, not at the starting weights",
+    )
+    parser.add_argument(
+        "--abandon",
+        action="store_true",
+        help="with --resume --from-step N: generate anew what followed step N instead of training it again; N may be any checkpoint still on disk, or 0",
+    )
     options = parser.parse_args(argv)
-    if options.from_step is not None and not options.resume:
-        parser.error("--from-step goes with --resume")
+    if options.from_step is not None and not (options.resume or options.shadow):
+        parser.error("--from-step goes with --resume or --shadow")
+    if options.abandon and not (options.resume and options.from_step is not None):
+        parser.error("--abandon goes with --resume --from-step N")
     return run_daemon("rl-trainer", lambda stop: _start(options, stop))
 
 
 async def _start(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """Check, then hand over to `consumer.daemon`. Raises: `ConfigError`, `RedisUnavailable`."""
+    """Check, then hand over to `consumer.daemon`, or to `consumer.modes` for what takes nothing from a run. Raises: `ConfigError`, `RedisUnavailable`."""
     config = load(TrainerDaemonConfig, options.config, sets=options.set)
+    if options.recorded is not None:
+        await run_recorded(config, options.recorded, stop)
+        return
     config.check()
     if not config.redis.url:
         raise ConfigError("redis.url is empty: give the URL of the run's Redis, such as unix:///run/redis.sock (`rollstream up` starts one of its own)")
@@ -46,17 +65,20 @@ async def _start(options: argparse.Namespace, stop: asyncio.Event) -> None:
     try:
         facts = await check_server(client, url=config.redis.url)
         _LOG.info("Redis %s: %s", facts.version, facts.durability)
-        ledger = RedisLedger(client, keys)
+        ledger = RedisLedger(client, keys, durable=Durability(client, keys, facts, replicas=config.redis.replicas_acked))
+        of_run = config.buffer
         if options.new:
             await _refuse_existing(ledger, identity, config)
         else:
             of_run = await ledger.join(identity)
             _tell_settings(of_run, config.buffer)
+            if options.shadow is not None:
+                run = RunHandle(client=client, keys=keys, ledger=ledger, settings=of_run)
+                await run_shadow(config, run, stop, name=options.shadow, from_step=options.from_step)
+                return
             check_sections(buffer=of_run, weights=config.weights, rollout=config.rollout, checkpoint=config.checkpoint)
-        await asyncio.to_thread(importlib.import_module, "consumer.daemon")  # torch: seconds, during which signals are still heard
-        from consumer.daemon import run_trainer
-
-        await run_trainer(config, ledger, client, keys, stop, new_as=identity if options.new else None, from_step=options.from_step)
+        new_as = identity if options.new else None
+        await run_trainer(config, ledger, client, keys, stop, new_as=new_as, from_step=options.from_step, abandon=options.abandon, settings=of_run)
     finally:
         await client.aclose()
 

@@ -22,9 +22,15 @@ def step_stats(batches: Sequence[ChunkBatch], report: StepReport, *, seconds: fl
     rewards = [reward for batch in batches for reward in batch.rewards]
     staleness: Counter[int] = Counter()
     group_staleness: Counter[int] = Counter()
+    trained: Counter[int] = Counter()
+    masked: Counter[int] = Counter()
+    masked_age: Counter[int] = Counter()
     for batch in batches:
         staleness.update(batch.staleness)
         group_staleness.update(batch.group_staleness)
+        trained.update(batch.lengths)
+        masked.update(batch.masked_lengths)
+        masked_age.update(batch.masked_staleness)
     return {
         "reward": statistics.fmean(rewards) if rewards else 0.0,
         "reward_std": statistics.pstdev(rewards) if rewards else 0.0,
@@ -32,8 +38,9 @@ def step_stats(batches: Sequence[ChunkBatch], report: StepReport, *, seconds: fl
         "rollouts": len(rewards),
         "tokens": sum(batch.tokens for batch in batches),
         "masked": sum(batch.masked for batch in batches),
-        "staleness": {str(age): count for age, count in sorted(staleness.items())},
-        "group_staleness": {str(age): count for age, count in sorted(group_staleness.items())},
+        "staleness": _histogram(staleness),
+        "group_staleness": _histogram(group_staleness),
+        "bias": {"trained": _histogram(trained), "masked": _histogram(masked), "masked_age": _histogram(masked_age)},
         "response_tokens_mean": sum(batch.response_tokens for batch in batches) / max(1, len(rewards)),
         "loss": report.loss,
         "grad_norm": report.grad_norm,
@@ -45,6 +52,10 @@ def step_stats(batches: Sequence[ChunkBatch], report: StepReport, *, seconds: fl
         "wait_s": wait_s,
         "train_s": train_s,
     }
+
+
+def _histogram(counts: Counter[int]) -> dict[str, JsonValue]:
+    return {str(value): count for value, count in sorted(counts.items())}
 
 
 class MetricsFile:

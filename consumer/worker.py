@@ -1,4 +1,4 @@
-"""The one thread that owns the model: torch never runs on the event loop, and never in two places at once."""
+"""The one thread that owns the model: a backend never runs on the event loop, and never in two places at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer-torch")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer-model")
         self.busy_s = 0.0
         """Seconds spent in calls."""
 

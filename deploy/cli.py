@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from deploy.letters_arguments import add_commands as add_letter_commands
+from deploy.replay_arguments import add_commands as add_replay_commands
+from deploy.runs_arguments import add_commands as add_run_commands
 from protocol.errors import EXIT_FAULT, RollstreamError
 
 Handler = Callable[[argparse.Namespace], int]
@@ -64,6 +68,11 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
         look.set_defaults(what=name)
     summary = _with_file(commands, "summary", _summary, "write summary.json of a run that was started by hand, and print it")
     summary.add_argument("--json", action="store_true", help="for programs")
+    bias = _with_file(commands, "bias", _bias, "what became of every sampled token, by length and age")
+    bias.add_argument("--json", action="store_true", help="for programs")
+    add_replay_commands(partial(_with_file, commands))
+    add_run_commands(commands)
+    add_letter_commands(commands, _with_file)
     config = commands.add_parser("config", help="check or show a configuration", description="The configuration of a run.")
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     _with_file(actions, "check", _config_check, "validate every section and the files they name")
@@ -158,6 +167,12 @@ def _summary(options: argparse.Namespace) -> int:
     from deploy.look import summarise
 
     return summarise(options.config, options.set, as_json=options.json)
+
+
+def _bias(options: argparse.Namespace) -> int:
+    from deploy.look import bias
+
+    return bias(options.config, options.set, as_json=options.json)
 
 
 def _config_check(options: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from typing import cast
 
 import orjson
 
+from buffer.bias import BiasTally
 from deploy.tally import Tally
 from protocol.audit import event
 from protocol.connection import Client
@@ -38,6 +39,7 @@ class AuditFollower:
         self._offset = 0
         self._last = _START
         self.tally = Tally()
+        self.bias = BiasTally()
         self.complete = True
         """False: it came late and could not read what was trimmed before."""
 
@@ -86,6 +88,7 @@ class AuditFollower:
         if _order(entry.id) > _order(self._last):
             self._last = entry.id
             self.tally.take(entry)
+            self.bias.take(entry)
 
     def _pass_over(self, entry_id: str, problem: Exception) -> None:
         """What somebody else wrote there must not end the view of everything after it."""

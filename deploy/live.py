@@ -81,7 +81,7 @@ def line(picture: Picture, *, last_step: int = 0) -> str:
     """A run in one line: step, reward, staleness, buffer, rate, versions, who waits, what fails."""
     ledger = picture.ledger
     if ledger is None:
-        return "waiting for the trainer to create the run"
+        return "  ".join(("waiting for the trainer to create the run", *stalled(picture)))
     staleness = picture.recent_staleness
     engines = " ".join(str(engine.version) if engine.state is EngineState.ROUTABLE else engine.state.value for engine in picture.engines) or "none"
     waits = ", ".join(f"{who} {edge} {seconds:.0f}s" for who, edge, seconds in waiting(picture))
@@ -95,6 +95,7 @@ def line(picture: Picture, *, last_step: int = 0) -> str:
         *([f"waiting: {waits}"] if waits else []),
         *([failed] if (failed := failures(picture)) else []),
         *(["draining"] if ledger.state.value == "draining" else []),
+        *stalled(picture),
     ]
     return "  ".join(parts)
 
@@ -106,6 +107,11 @@ def waiting(picture: Picture) -> list[tuple[str, str, float]]:
         *(("trainer", status.waiting_for, status.waiting_since) for status in picture.trainers),
     ]
     return [(who, edge.value, max(0.0, picture.at - since)) for who, edge, since in members if edge is not None]
+
+
+def stalled(picture: Picture) -> list[str]:
+    """What has held the run up for too long, with its reason and what to do."""
+    return [f"STALLED {stall.sentence(picture.at)}" for stall in picture.stalls]
 
 
 def failures(picture: Picture) -> str:
@@ -132,6 +138,7 @@ def render(
     parts: list[RenderableType] = []
     if trouble:
         parts.append(Text(trouble, style="bold red"))
+    parts += [Text(sentence, style="bold red") for sentence in (stalled(picture) if picture is not None else ())]
     if picture is None or picture.ledger is None:
         parts.append(Text("waiting for the trainer to create the run", style="yellow"))
     else:

@@ -41,6 +41,21 @@ def look(what: str, path: str, sets: Sequence[str], *, as_json: bool) -> int:
     return 0
 
 
+def bias(path: str, sets: Sequence[str], *, as_json: bool) -> int:
+    """Print what became of every sampled token, of a run that is live or has ended. Raises: `ConfigError` if the run's record is not here."""
+    from deploy.bias import bias_by_hand, tables
+
+    config = load(ReaderConfig, path, sets=sets)
+    report = asyncio.run(bias_by_hand(config))
+    if as_json:
+        sys.stdout.buffer.write(orjson.dumps(report.model_dump(), option=_OPTION))
+    else:
+        console = _console()
+        for part in tables(report):
+            console.print(part)
+    return 0
+
+
 def summarise(path: str, sets: Sequence[str], *, as_json: bool) -> int:
     """Write `summary.json` of a run and print it. Raises: `ConfigError` if the run's record is not here."""
     from deploy.summary import summary_by_hand, table
@@ -61,7 +76,7 @@ def _console() -> Console:
 
 async def _take(url: str, config: ReaderConfig) -> Picture:
     try:
-        async with picture_source(url, config.run.name, folder=config.run.folder, deadline_s=1.0) as source:
+        async with picture_source(url, config.run.name, folder=config.run.folder, deadline_s=1.0, patience_s=config.run.stall_seconds) as source:
             return await source.picture()
     except (RedisError, OSError) as problem:
         raise RedisUnavailable(f"redis.url {url}: no answer ({problem}); is the run up?") from problem
@@ -70,12 +85,14 @@ async def _take(url: str, config: ReaderConfig) -> Picture:
 _BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = MappingProxyType(
     {
         "status": {
+            "watchdog": bodies.watchdog,
             "buffer": bodies.buffer,
             "staleness": bodies.staleness,
             "weights": bodies.weights,
             "engines": bodies.engines,
             "producers": bodies.producers,
             "trainers": bodies.trainers,
+            "journal": bodies.journal,
         },
         "groups": {"buffer": bodies.buffer},
         "engines": {"engines": bodies.engines},
@@ -85,13 +102,44 @@ _BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = Mapp
 
 
 def _status(picture: Picture) -> list[Table | str]:
-    return [line(picture), _engines_table(picture), _producers_table(picture)]
+    return [line(picture), *_blocked(picture), *_storage(picture), _engines_table(picture), _producers_table(picture)]
+
+
+def _blocked(picture: Picture) -> list[str]:
+    """Edges that are blocked and have not lasted long enough to be in the line."""
+    return [f"blocked: {stall.sentence(picture.at)}" for stall in picture.blocked if stall not in picture.stalls]
+
+
+def _storage(picture: Picture) -> list[str]:
+    """What is set aside, replayed and spilled; nothing where there is nothing to tell."""
+    ledger, journal = picture.ledger, bodies.journal(picture)
+    assert ledger is not None
+    told = [f"{ledger.letters} dead letters: see `rollstream letters list`"] if ledger.letters else []
+    told += [f"reader {one.reader} wants step {one.wants}, {one.lag_steps} behind" for one in journal.readers]
+    told += [f"shadow {one.trainer_id} at step {one.trained}, {max(0, ledger.trained - one.trained)} behind" for one in picture.shadows]
+    if ledger.to_spill or picture.spill_problem:
+        told.append(f"{ledger.to_spill} steps wait for the spill" + (f", which fails: {picture.spill_problem}" if picture.spill_problem else ""))
+    return told
 
 
 def _groups(picture: Picture) -> list[Table | str]:
     body = bodies.buffer(picture)
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for name in ("generating", "ready", "leased", "outstanding", "admission_limit", "released", "trained_groups", "next_seq", "low_seq"):
+    names = (
+        "generating",
+        "ready",
+        "leased",
+        "outstanding",
+        "admission_limit",
+        "selection",
+        "released",
+        "letters",
+        "trained_groups",
+        "to_spill",
+        "next_seq",
+        "low_seq",
+    )
+    for name in names:
         table.add_row(name.replace("_", " "), str(getattr(body, name)))
     table.add_row("bytes", f"{body.bytes_used} of {body.byte_budget}")
     for title, counts in (("releases", body.releases), ("dead", body.dead)):

@@ -17,12 +17,14 @@ import orjson
 from rich.table import Table
 
 from buffer.audit import AuditSpill, read_audit
+from buffer.bias import read_bias
 from buffer.contract import LedgerStatus
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
 from buffer.witness import WitnessLine, read_witness
 from deploy.config import ReaderConfig, reader_url
 from deploy.history import Applied, Histogram, History, read_history
+from deploy.http import bodies
 from deploy.tally import distribution
 from deploy.up.records import write_atomically
 from protocol.connection import Client, connect
@@ -123,6 +125,7 @@ def summarise(
         "steps_over_k": counted.steps_over_k,
         "masked_tokens": counted.tokens_masked,
         "publish_lag": spread(history.lag),
+        "bias": bodies.bias(read_bias(events)).model_dump(exclude={"complete"}),
         "reward": first_last_best(window_means([step.reward for step in steps])),
         "heldout": first_last_best([evaluation.exact for evaluation in history.evaluations]),
         "heldout_reward": first_last_best([evaluation.reward for evaluation in history.evaluations]),
@@ -231,6 +234,7 @@ def table(summary: Summary, *, title: str = "Result") -> Table:
         ("groups", groups.rstrip(",")),
         ("staleness", f"mean {_number(staleness['mean'])}, p99 {staleness['p99']}, max {staleness['max']} of {summary['max_staleness']} steps"),
         ("publish lag", f"mean {_number(lag['mean'])}, p99 {lag['p99']} steps"),
+        ("share trained", _shares(summary["bias"])),
         ("over K, masked", f"{summary['over_k_tokens']} tokens in a loss, {summary['masked_tokens']} masked"),
         ("tokens", f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained, {_number(summary['tokens_per_second'], 0)} a second"),
         ("busy", f"trainer {_percent(summary['trainer_busy_fraction'])}, engines {_percent(summary['engine_busy_fraction'])}"),
@@ -241,6 +245,15 @@ def table(summary: Summary, *, title: str = "Result") -> Table:
     for name, text in rows:
         grid.add_row(name, text)
     return grid
+
+
+def _shares(bias: Mapping[str, Any]) -> str:
+    """Trained of generated tokens, for all and for the shortest and the longest rollouts: where they differ, training sees another mix than was sampled."""
+    told = [f"{_percent(bias['total']['trained_share'])} of generated tokens"]
+    lengths = [(name, flow["trained_share"]) for name, flow in bias["lengths"].items() if flow["generated"]]
+    if len(lengths) > 1:
+        told += [f"{_percent(share)} of rollouts up to {name}" for name, share in (lengths[0], lengths[-1])]
+    return ", ".join(told)
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from buffer.config import BufferConfig
 from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
+from weightsync.config import WeightsConfig
 
 _DOTTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -86,3 +89,14 @@ class ProducerDaemonConfig(Tree):
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()
     producer: ProducerConfig = ProducerConfig()
+
+
+class RolloutOnlyConfig(ProducerDaemonConfig):
+    """What `rl-producer --rollout-only` reads: there is no trainer whose run it joins, so the run's own settings too."""
+
+    buffer: BufferConfig = BufferConfig()
+    weights: WeightsConfig = WeightsConfig()
+
+    @property
+    def model_folder(self) -> Path:
+        return Path(self.model.path).absolute()

@@ -12,6 +12,7 @@ import logging
 import time
 
 from buffer.contract import Ledger, LedgerStatus, RunState
+from buffer.watchdog import EdgeLog
 from producer.config import ProducerConfig
 from producer.evaluation import Evaluation
 from producer.outage import through_outage
@@ -33,7 +34,9 @@ _LEAVE_S = 1.0
 class ProducerLoop:
     """One producer of one run. `closing` is set to make it stop; `on_status` and `on_run_ended` tell it that the run is over."""
 
-    def __init__(self, config: ProducerConfig, here: ProducerStatus, *, presence: Presence[ProducerStatus], slot_s: float, redis_deadline_s: float) -> None:
+    def __init__(
+        self, config: ProducerConfig, here: ProducerStatus, *, presence: Presence[ProducerStatus], slot_s: float, redis_deadline_s: float, stall_s: float = 60.0
+    ) -> None:
         self._config = config
         self._here = here
         self._presence = presence
@@ -44,6 +47,7 @@ class ProducerLoop:
         self._first_since = 0.0
         """Unix seconds since when the first evaluation has been waited for; 0: it is not."""
         self._lag_s = 0.0
+        self._stalls = EdgeLog(_LOG, "generation", stall_s)
 
     def on_run_ended(self) -> None:
         if not self._ended:
@@ -105,6 +109,7 @@ class ProducerLoop:
         while True:
             await work.renew()
             status = self._report(work, pool, sampler)
+            self._stalls.see(status.waiting_for, status.waiting_since, time.time())
             await through_outage(lambda: self._presence.beat(self._here.producer_id, status), deadline_s=self._deadline_s)  # noqa: B023 - awaited at once
             await asyncio.sleep(self._beat_s)
 

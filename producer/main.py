@@ -20,7 +20,9 @@ from buffer.client import ProducerBuffer
 from buffer.config import BufferConfig
 from buffer.contract import Ledger
 from buffer.redis_ledger import RedisLedger
-from producer.config import ProducerDaemonConfig
+from buffer.storage import open_storage
+from buffer.watchdog import EdgeLog
+from producer.config import ProducerDaemonConfig, RolloutOnlyConfig
 from producer.election import Election
 from producer.engine.client import EngineClient, Sampling
 from producer.evaluation import Evaluation
@@ -29,6 +31,7 @@ from producer.outage import through_outage
 from producer.pool import EnginePool
 from producer.rewards import Grader, make_grader
 from producer.rollout import GroupMaker
+from producer.rollout_only import Owner
 from producer.sampler import Sampler
 from producer.source import PromptSet, PromptSource, read_rows
 from producer.stopping import unless
@@ -53,7 +56,11 @@ _LEAVE_S = 1.0
 def main() -> int:
     parser = arguments("rl-producer", "Generates and rewards rollout groups for a run, until the run ends or SIGTERM.")
     parser.add_argument("--index", type=int, default=None, metavar="I", help="call this producer producer-I in status and metrics")
+    parser.add_argument("--rollout-only", metavar="WHERE", help="without a trainer: make the run, record its groups in this folder or URL, train nothing")
+    parser.add_argument("--groups", type=int, metavar="N", help="with --rollout-only: end once the run has recorded N groups, over restarts")
     options = parser.parse_args()
+    if options.groups is not None and (options.rollout_only is None or options.groups < 1):
+        parser.error("--groups goes with --rollout-only, and is at least 1")
     return run_daemon("rl-producer", lambda stop: produce(options, stop))
 
 
@@ -87,7 +94,8 @@ async def produce(options: argparse.Namespace, stop: asyncio.Event) -> None:
 
     Raises: `ConfigError` before anything is written; `RedisUnavailable` when Redis stays away later.
     """
-    config = load(ProducerDaemonConfig, options.config, sets=options.set)
+    alone = load(RolloutOnlyConfig, options.config, sets=options.set) if options.rollout_only is not None else None
+    config = alone or load(ProducerDaemonConfig, options.config, sets=options.set)
     keys = Keys(config.run.name)
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
@@ -96,7 +104,12 @@ async def produce(options: argparse.Namespace, stop: asyncio.Event) -> None:
         _LOG.info("redis %s: %s", facts.version, facts.durability)
         here = _here(options.index)
         async with wakeups(client, keys) as waker:
-            await _Member(config, prepared=prepared, here=here, client=client, keys=keys, waker=waker).run(stop)
+            member = _Member(config, prepared=prepared, here=here, client=client, keys=keys, waker=waker)
+            if alone is None:
+                await member.run(stop)
+            else:
+                owner = Owner(alone, identity=prepared.identity, client=client, keys=keys, waker=waker)
+                await owner.run(stop, member.run, where=options.rollout_only, groups=options.groups)
     finally:
         await client.aclose()
 
@@ -135,6 +148,7 @@ class _Member:
         """Settings of the run, once it exists (edge `no run`). Raises: `IdentityMismatch`."""
         since = time.time()
         waiting = False
+        stalls = EdgeLog(_LOG, "joining", self._config.run.stall_seconds)
         try:
             while True:
                 mark = self._wakeups.mark(Topic.RUN)
@@ -145,6 +159,7 @@ class _Member:
                 await self._presence.beat(self._here.producer_id, dataclasses.replace(self._here, waiting_for=Edge.NO_RUN, waiting_since=since))
                 if not told:
                     _LOG.info("waiting: %s", missing)
+                stalls.see(Edge.NO_RUN, since, time.time())
                 await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=BEAT_S)
         except BaseException:
             if waiting:
@@ -156,13 +171,25 @@ class _Member:
     async def _work(self, stop: asyncio.Event, ledger: Ledger, settings: BufferConfig, session: aiohttp.ClientSession) -> None:
         config, prepared, owner = self._config, self._prepared, secrets.token_hex(8)
         deadline_s = config.redis.deadline_s
-        loop = ProducerLoop(config.producer, self._here, presence=self._presence, slot_s=settings.slot_seconds, redis_deadline_s=deadline_s)
+        loop = ProducerLoop(
+            config.producer, self._here, presence=self._presence, slot_s=settings.slot_seconds, redis_deadline_s=deadline_s, stall_s=config.run.stall_seconds
+        )
         pool = EnginePool(Registry(self._client, self._keys), ledger, self._wakeups, deadline_s=deadline_s, on_status=loop.on_status)
         sampler = Sampler(pool=pool, client=EngineClient(session), grader=prepared.grader, config=config.producer)
         rollout = config.rollout
         sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop=rollout.stop)
+        blobs = open_storage(settings, config.run.name).blobs
+        if blobs is not None:
+            await asyncio.to_thread(blobs.check)
         maker = GroupMaker(
-            sampler, sampling, group_size=rollout.group_size, group_filter=config.producer.filter, producer_id=self._here.producer_id, owner=owner
+            sampler,
+            sampling,
+            group_size=rollout.group_size,
+            group_filter=config.producer.filter,
+            producer_id=self._here.producer_id,
+            owner=owner,
+            blobs=blobs,
+            blob_bytes=settings.blob_bytes,
         )
         work = GroupWork(
             ProducerBuffer(ledger, self._wakeups, owner),

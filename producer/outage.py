@@ -1,4 +1,4 @@
-"""Living through a Redis that is away for a while."""
+"""Living through a Redis that is away for a while, or comes back with less than it acknowledged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from protocol.errors import RedisUnavailable
+from protocol.errors import LedgerRegressed, RedisUnavailable
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -17,17 +17,20 @@ _PAUSE_S = 0.5
 
 
 async def through_outage(call: Callable[[], Awaitable[T]], *, deadline_s: float) -> T:
-    """The result of `call`, which is asked again while Redis is away. Only for calls that may be repeated, as all of the ledger's may.
+    """The result of `call`, which is asked again while Redis is away, and once more where it lost writes (rule R1): what that cost, the calls that follow tell,
+    slot by slot. Only for calls that may be repeated, as all of the ledger's may.
 
-    Raises: `RedisUnavailable` once Redis has been away for `deadline_s` seconds; the process then ends and is started again.
+    Raises: `RedisUnavailable`, or `LedgerRegressed`, once that has gone on for `deadline_s` seconds; the process then ends and is started again.
     """
     began = time.monotonic()
     while True:
         try:
             return await call()
-        except RedisUnavailable as problem:
+        except (RedisUnavailable, LedgerRegressed) as problem:
             away_s = time.monotonic() - began
             if away_s >= deadline_s:
                 raise
-            _LOG.warning("redis is away (%s); asking again for %.0f s", problem, deadline_s - away_s)
+            _LOG.warning("%s; asking again for %.0f s", problem, deadline_s - away_s)
+            if isinstance(problem, LedgerRegressed):
+                continue
             await asyncio.sleep(_PAUSE_S * (0.5 + random.random()))

@@ -11,21 +11,21 @@ A function that raises, takes too long or answers something that is no finite nu
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import math
 import re
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from producer.config import RewardConfig, RewardKind
 from producer.template import Prompt
-from protocol.arrays import IntArray
+from protocol.arrays import DTYPES, Array, IntArray
+from protocol.dotted import load_dotted
 from protocol.errors import ConfigError, SampleFailed
 from protocol.messages import JsonValue
 
@@ -54,6 +54,8 @@ class Reward:
 
     value: float
     exact: bool | None = None
+    extras: Mapping[str, Array] = field(default_factory=dict, compare=False)
+    """Arrays that go to the trainer with this rollout, such as scores by token: `RolloutGroup.extras` has each as "name/i", i the rollout's place."""
 
     @property
     def is_exact(self) -> bool:
@@ -139,19 +141,8 @@ def load_function(dotted: str) -> Callable[[RewardSample], Awaitable[Any]]:
 
     Raises: `ConfigError` naming `reward.function`.
     """
-    module_name, _, name = dotted.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as problem:
-        raise ConfigError(
-            f"reward.function {dotted}: cannot import {module_name} ({type(problem).__name__}: {problem}); correct the path or the module"
-        ) from problem
-    function = getattr(module, name, None)
-    if function is None:
-        raise ConfigError(f"reward.function {dotted}: {module_name} has no {name}; define `async def {name}(sample)` there")
+    name = dotted.partition(":")[2]
+    function = load_dotted("reward.function", dotted, define=f"async def {name}(sample)")
     if not (inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))):  # noqa: B004 - its kind, not whether
         raise ConfigError(f"reward.function {dotted}: is not async; write `async def {name}(sample)`")
     found: Callable[[RewardSample], Awaitable[Any]] = function
@@ -174,7 +165,7 @@ def _guarded(function: Callable[[RewardSample], Awaitable[Any]], config: RewardC
 
 def _checked(answer: object, function: str) -> Reward:
     """What a custom function answered, as a reward. Raises: `SampleFailed` for anything that is none, however odd."""
-    value, exact = (answer.value, answer.exact) if isinstance(answer, Reward) else (answer, None)
+    value, exact, extras = (answer.value, answer.exact, answer.extras) if isinstance(answer, Reward) else (answer, None, {})
     try:
         number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:  # an int beyond every float
@@ -184,4 +175,11 @@ def _checked(answer: object, function: str) -> Reward:
         raise SampleFailed(f"reward.function {function} answered {what}, expected a finite number or a Reward")
     if not (exact is None or isinstance(exact, bool)):
         raise SampleFailed(f"reward.function {function} answered a Reward whose exact is {exact!r:.60}, expected true, false or nothing")
-    return Reward(number, exact)
+    return Reward(number, exact, _checked_extras(extras, function))
+
+
+def _checked_extras(extras: Any, function: str) -> Mapping[str, Array]:
+    for name, array in extras.items() if isinstance(extras, Mapping) else [(extras, None)]:
+        if not (isinstance(name, str) and isinstance(array, np.ndarray) and array.dtype.newbyteorder("<").str in DTYPES):
+            raise SampleFailed(f"reward.function {function} answered the extra {name!r:.60}, expected an array of one of {sorted(DTYPES)} under a name")
+    return cast("Mapping[str, Array]", extras)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from buffer.blobs import BlobStore
 from buffer.contract import Slot
 from producer.config import GroupFilter
 from producer.engine.client import Sampling
@@ -14,8 +16,12 @@ from producer.sampler import Sampled, Sampler
 from producer.source import Chosen
 from protocol.codec import digest, encode_group
 from protocol.errors import SampleFailed
-from protocol.messages import GroupHeader, GroupTimings, Reason, RolloutGroup
+from protocol.messages import BlobRef, GroupHeader, GroupTimings, Reason, RolloutGroup
 from protocol.versions import Version
+
+_LOG = logging.getLogger(__name__)
+_STORE_PAUSE_S = 1.0
+_LONGEST_STORE_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +39,41 @@ class Refused:
 
     reason: Reason
     why: str
+    lengths: tuple[int, ...] = ()
+    """Sampled tokens of each rollout that was finished."""
 
 
 class GroupMaker:
     """Makes rollout groups: G single requests at once, then header and payload."""
 
-    def __init__(self, sampler: Sampler, sampling: Sampling, *, group_size: int, group_filter: GroupFilter, producer_id: str, owner: str) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        sampling: Sampling,
+        *,
+        group_size: int,
+        group_filter: GroupFilter,
+        producer_id: str,
+        owner: str,
+        blobs: BlobStore | None = None,
+        blob_bytes: int = 1,
+    ) -> None:
+        """`blobs`: where extras of at least `blob_bytes` go; None: all stay in the payload."""
         self._sampler = sampler
         self._sampling = sampling
         self._group_size = group_size
         self._filter = group_filter
         self._producer_id = producer_id
         self._owner = owner
+        self._blobs = blobs
+        self._blob_bytes = blob_bytes
 
     async def make(self, slot: Slot, chosen: Chosen) -> Finished | Refused:
         """The group of `slot`. One sample that fails for good fails the group and stops its siblings."""
         prompt = chosen.ids.tolist()
         rid = f"{self._owner[:8]}-{slot.seq}-{slot.attempt}"
         failure = ""
+        tasks: list[asyncio.Task[Sampled]] = []
         try:
             async with asyncio.TaskGroup() as siblings:
                 tasks = [
@@ -63,16 +86,29 @@ class GroupMaker:
         except* SampleFailed as problems:
             failure = str(problems.exceptions[0])
         if failure:
-            return Refused(reason=Reason.FAILED, why=failure)
+            done = [task.result() for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
+            return Refused(reason=Reason.FAILED, why=failure, lengths=_sampled(done))
         samples = [task.result() for task in tasks]
         if self._filter is GroupFilter.ZERO_VARIANCE and len({sample.reward.value for sample in samples}) == 1:
-            return Refused(reason=Reason.FILTERED, why=f"all rewards are {samples[0].reward.value:g}")
-        return self._pack(slot, chosen, samples)
+            return Refused(reason=Reason.FILTERED, why=f"all rewards are {samples[0].reward.value:g}", lengths=_sampled(samples))
+        return await self._pack(slot, chosen, samples)
 
-    def _pack(self, slot: Slot, chosen: Chosen, samples: Sequence[Sampled]) -> Finished:
+    async def _pack(self, slot: Slot, chosen: Chosen, samples: Sequence[Sampled]) -> Finished | Refused:
         began = time.monotonic()
         rollouts = tuple(sample.rollout for sample in samples)
-        payload = encode_group(RolloutGroup(rollouts=rollouts))
+        extras = {f"{name}/{i}": array for i, sample in enumerate(samples) for name, array in sample.reward.extras.items()}
+        group, blobs = await self._store_large(slot, RolloutGroup(rollouts=rollouts, extras=extras), self._blob_bytes)
+        payload = encode_group(group)
+        if len(payload) > slot.max_bytes and group.extras:  # what a slot is charged covers the tokens
+            if self._blobs is None:
+                inline = sum(array.nbytes for array in extras.values())
+                return Refused(
+                    reason=Reason.FAILED,
+                    why=f"{inline} bytes of extras do not fit into a payload of {slot.max_bytes}: set buffer.blobs",
+                    lengths=_sampled(samples),
+                )
+            group, others = await self._store_large(slot, group, 0)
+            payload, blobs = encode_group(group), {**blobs, **others}
         trainable: dict[Version, int] = {}
         for rollout in rollouts:
             for span in rollout.spans:
@@ -85,6 +121,7 @@ class GroupMaker:
             producer_id=self._producer_id,
             group_size=self._group_size,
             lengths=tuple(len(rollout.tokens) for rollout in rollouts),
+            sampled=_sampled(samples),
             trainable=trainable,
             oldest=min(trainable),
             rewards=tuple(rollout.reward for rollout in rollouts),
@@ -97,5 +134,25 @@ class GroupMaker:
                 reward_s=max(sample.reward_s for sample in samples),
                 encode_s=time.monotonic() - began,
             ),
+            blobs=blobs,
         )
         return Finished(header=header, payload=payload, new_tokens=sum(trainable.values()))
+
+    async def _store_large(self, slot: Slot, group: RolloutGroup, least_bytes: int) -> tuple[RolloutGroup, Mapping[str, BlobRef]]:
+        """The group with its large extras durable in the blob store. While that refuses, the group waits with its slot, as it does while Redis is away; if the
+        slot is lost or given back, the ledger has whatever was written deleted.
+        """
+        blobs, pause_s = self._blobs, _STORE_PAUSE_S
+        while blobs is not None and group.extras:
+            try:
+                return await asyncio.to_thread(blobs.put, slot.seq, slot.attempt, slot.token, group, least_bytes=least_bytes)
+            except OSError as problem:
+                _LOG.warning("group %d waits for buffer.blobs (%s); trying again in %.0f s", slot.seq, problem, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(_LONGEST_STORE_PAUSE_S, 2 * pause_s)
+        return group, {}
+
+
+def _sampled(samples: Sequence[Sampled]) -> tuple[int, ...]:
+    """Tokens of each that the policy sampled."""
+    return tuple(int(sample.rollout.mask.sum()) for sample in samples)

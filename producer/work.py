@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from buffer.client import ProducerBuffer
 from buffer.contract import Slot
 from producer.outage import through_outage
-from producer.rollout import Finished, GroupMaker
+from producer.rollout import Finished, GroupMaker, Refused
 from producer.source import PromptSource
 from producer.stopping import unless
 from protocol.errors import DecodeError, PayloadTooLarge, RunEnded, SlotLost
+from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Edge, Reason, Seq
 
 _LOG = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class GroupWork:
                 if (stale := self._groups.get(slot.seq)) is not None:  # it expired, and came back to us
                     self._stop_lost(stale)
                 group = self._groups[slot.seq] = _Group(slot)
+                failpoint(Failpoint.PRODUCER_RESERVED)
                 group.task = tasks.create_task(self._group(group), name=f"producer:group-{slot.seq}")
 
     async def _reserve(self, n: int) -> tuple[Slot, ...]:
@@ -138,6 +140,7 @@ class GroupWork:
     async def renew(self) -> None:
         """One heartbeat of exactly the slots that are held (rule S2); groups whose slots are lost stop."""
         await through_outage(lambda: self._buffer.renew(self._lost), deadline_s=self._deadline_s)
+        failpoint(Failpoint.PRODUCER_RENEWED)
 
     def _lost(self, seq: Seq) -> None:
         group = self._groups.get(seq)
@@ -161,6 +164,7 @@ class GroupWork:
 
     async def _give_back(self) -> None:
         """Hand every slot still held to the next producer, uncounted; what Redis does not hear in time expires."""
+        failpoint(Failpoint.PRODUCER_BEFORE_GIVE_BACK)
         if held := len(self._buffer.held):
             _LOG.info("giving back %d slots", held)
         try:
@@ -175,12 +179,13 @@ class GroupWork:
     async def _group(self, group: _Group) -> None:
         slot = group.slot
         outcome = await self._maker.make(slot, self._source.choose(slot.seq, slot.prompt_id))
+        failpoint(Failpoint.PRODUCER_MADE)
         group.storing = True
         if isinstance(outcome, Finished):
             await self._put(group, outcome)
         else:
             _LOG.log(logging.WARNING if outcome.reason is Reason.FAILED else logging.DEBUG, "group %d is %s: %s", slot.seq, outcome.reason, outcome.why)
-            await self._set_aside(group, outcome.reason)
+            await self._set_aside(group, outcome)
         self._over(group)
 
     async def _put(self, group: _Group, outcome: Finished) -> None:
@@ -191,14 +196,17 @@ class GroupWork:
             self._drop(group)
         except (PayloadTooLarge, DecodeError) as problem:
             _LOG.warning("group %d cannot be stored: %s", group.slot.seq, problem)
-            await self._set_aside(group, Reason.FAILED)
+            await self._set_aside(group, Refused(reason=Reason.FAILED, why=str(problem), lengths=outcome.header.sampled))
         else:
+            failpoint(Failpoint.PRODUCER_PUT)
             self.tally.put += 1
             self.tally.new_tokens += outcome.new_tokens
 
-    async def _set_aside(self, group: _Group, reason: Reason) -> None:
-        if reason is Reason.FILTERED:
+    async def _set_aside(self, group: _Group, refused: Refused) -> None:
+        if refused.reason is Reason.FILTERED:
             self.tally.filtered += 1
         else:
             self.tally.failed += 1
-        await through_outage(lambda: self._buffer.release(group.slot, reason), deadline_s=self._deadline_s)
+        failpoint(Failpoint.PRODUCER_BEFORE_RELEASE)
+        await through_outage(lambda: self._buffer.release(group.slot, refused.reason, why=refused.why, lengths=refused.lengths), deadline_s=self._deadline_s)
+        failpoint(Failpoint.PRODUCER_RELEASED)

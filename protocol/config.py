@@ -62,6 +62,7 @@ class RunConfig(Section):
     name: str = Field(description="Name of the run: with redis.url, the only address a process needs.")
     seed: int = Field(0, ge=0, description="Seeds the order of prompts, the sampling and the trainer.")
     dir: str = Field("", description="Folder for checkpoints, metrics and the audit. Default: runs/<name>.")
+    stall_seconds: float = Field(60.0, gt=0, description="Seconds an edge may block the run before log, status and metrics call it a stall.")
 
     @property
     def folder(self) -> Path:
@@ -71,6 +72,7 @@ class RunConfig(Section):
 class RedisConfig(Section):
     url: str = Field("", description="redis://, rediss:// or unix://. Empty: `rollstream up` starts a server in run.dir.")
     deadline_s: float = Field(30.0, gt=0, description="Seconds a command is retried while Redis is away, before the process gives up.")
+    replicas_acked: int = Field(0, ge=0, description="Replicas that must have an attachment or a checkpoint before training goes on; waits 5 s at most.")
     appendfsync: Literal["always", "everysec", "no"] = Field("everysec", description="fsync policy of a server that we start; `always` survives a power cut.")
 
 

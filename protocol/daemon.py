@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from protocol.errors import EXIT_CONFIG, EXIT_DRAINED, EXIT_FAULT, EXIT_REPLACED, EXIT_TRY_AGAIN, ConfigError, RedisUnreachable, RollstreamError
+from protocol.failpoints import arm
 
 _LOG = logging.getLogger(__name__)
 SUPERVISED = "ROLLSTREAM_SUPERVISED"
@@ -42,6 +43,10 @@ def run_daemon(role: str, body: Callable[[asyncio.Event], Awaitable[None]]) -> i
     level = os.environ.get("ROLLSTREAM_LOG", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
         return _report(role, ConfigError(f"ROLLSTREAM_LOG={level}: expected one of {', '.join(logging.getLevelNamesMapping())}"))
+    try:
+        arm(os.environ)
+    except ConfigError as problem:
+        return _report(role, problem)
     logging.basicConfig(level=level, format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         uvloop.run(_with_signals(body))

@@ -10,7 +10,8 @@
     │   └── UnsafeRedis                          evicting, or too old
     ├── Unavailable                     exit 75  try again later; nothing is wrong with the configuration
     │   ├── RedisUnavailable
-    │   └── EngineUnavailable
+    │   ├── EngineUnavailable
+    │   └── StorageUnavailable
     ├── WireError
     │   ├── DecodeError                          truncated, oversized or hostile bytes; names the field
     │   └── SchemaTooNew                         written by a newer major version of rollstream; exit 2
@@ -20,7 +21,9 @@
     │   ├── RunEnded                             the run drains; give slots back and end in good order
     │   ├── PayloadTooLarge                      over the bytes charged at reserve; a failed attempt
     │   ├── PayloadLost                          a leased payload is gone or damaged
-    │   └── StepOrder                            a step or chunk out of order: a bug in the caller
+    │   ├── StepOrder                            a step or chunk out of order: a bug in the caller
+    │   ├── LedgerRegressed             exit 75  Redis lost writes it had acknowledged; the trainer re-asserts them
+    │   └── ReplayGap                            the journal no longer has what a reader asks for
     ├── SampleFailed                             one generation failed; retry that sample on another engine
     │   └── SampleAborted                            its engine ended it on purpose, for an update or a stop; not a failed attempt
     └── WeightError
@@ -88,6 +91,10 @@ class EngineUnavailable(Unavailable):
     """No engine answered within the deadline."""
 
 
+class StorageUnavailable(Unavailable):
+    """The spill or the blob store does not answer; nothing is known to be lost."""
+
+
 class WireError(RollstreamError):
     """Bytes that cannot be understood."""
 
@@ -141,6 +148,16 @@ class PayloadLost(LedgerError):
 
 class StepOrder(LedgerError):
     """A step or chunk was asked for out of order. A bug in the caller, never retried."""
+
+
+class LedgerRegressed(LedgerError):
+    """Redis lost writes it had acknowledged, in a failover or a restart: a trainer re-asserts what it knows, everybody else tries again (rule R1)."""
+
+    exit_code = EXIT_TRY_AGAIN
+
+
+class ReplayGap(LedgerError):
+    """What a reader of the journal asks for has left the retention. Start later, keep more with buffer.retention, or set buffer.spill."""
 
 
 class SampleFailed(RollstreamError):

@@ -71,22 +71,28 @@ def identify(run: RunConfig, model: ModelConfig, data: DataConfig, rollout: Roll
     source = split_data_path("data.path", data.path)
     if not source.file.is_file():
         raise ConfigError(f"data.path {source.file}: no such file")
-    folder = Path(model.path)
-    if not folder.is_dir():
-        raise ConfigError(f"model.path {model.path}: no such folder; give a folder with config.json, tokenizer.json and safetensors weights")
-    if not (folder / _TOKENIZER_FILES[0]).is_file():
-        raise ConfigError(f"model.path {model.path}: has no {_TOKENIZER_FILES[0]}; save a fast tokenizer there")
-    tokenizer = xxhash.xxh3_128()
-    for name in _TOKENIZER_FILES:
-        if (folder / name).is_file():
-            tokenizer.update((folder / name).read_bytes())
+    tokenizer = tokenizer_digest(model)
     return RunIdentity(
         schema_major=SCHEMA[0],
         seed=run.seed,
         group_size=rollout.group_size,
         dataset=_file_digest(source.file) + source.written,
-        tokenizer=tokenizer.hexdigest(),
+        tokenizer=tokenizer,
     )
+
+
+def tokenizer_digest(model: ModelConfig) -> str:
+    """xxh3-128 of the tokenizer's files. Raises: `ConfigError`."""
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path {model.path}: no such folder; give a folder with config.json, tokenizer.json and safetensors weights")
+    if not (folder / _TOKENIZER_FILES[0]).is_file():
+        raise ConfigError(f"model.path {model.path}: has no {_TOKENIZER_FILES[0]}; save a fast tokenizer there")
+    total = xxhash.xxh3_128()
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            total.update((folder / name).read_bytes())
+    return total.hexdigest()
 
 
 def _file_digest(path: Path) -> str:

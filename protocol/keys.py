@@ -91,6 +91,10 @@ class Keys:
         """Sorted set: member id by expiry in milliseconds of the clock of Redis."""
         return self.key(f"presence:{role}:deadline")
 
+    def presence_seen(self, role: str) -> str:
+        """Milliseconds of the clock of Redis: when any member of the role was last heard of."""
+        return self.key(f"presence:{role}:seen")
+
     # wake-ups
     @property
     def wakeups(self) -> str:

@@ -51,6 +51,8 @@ class Reason(StrEnum):
     REWOUND = "rewound"
     """Its step was abandoned on purpose."""
     PAYLOAD_LOST = "payload_lost"
+    RECORDED = "recorded"
+    """Left the buffer into a recording, where nothing is trained (final: DEAD)."""
 
 
 class Edge(StrEnum):
@@ -119,6 +121,20 @@ class GroupTimings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlobRef:
+    """An array in the blob store."""
+
+    name: str
+    """Of the object in the store, `buffer.blobs` of the run."""
+    dtype: str
+    """NumPy spelling, little-endian: "<i4"."""
+    shape: tuple[int, ...]
+    bytes: int
+    digest: str
+    """xxh3-128, hex, of the array's bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHeader:
     """What may be known of a group without its payload: enough to select, mask-count, balance and show it."""
 
@@ -143,6 +159,10 @@ class GroupHeader:
     """Unix seconds, the producer's clock; for people only."""
     timings: GroupTimings = GroupTimings()
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    blobs: Mapping[str, BlobRef] = field(default_factory=dict)
+    """Extras that lie outside the payload, by name; a reader puts them back into `RolloutGroup.extras`."""
+    sampled: tuple[int, ...] = ()
+    """[G] tokens of each rollout that the policy sampled (mask 1); () where the writer did not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,6 +266,12 @@ class TrainerStatus:
     trained: int = 0
     waiting_for: Edge | None = None
     waiting_since: float = 0.0
+    moved_at: float = 0.0
+    """Unix seconds: when it last took a chunk, trained one or ended a step. A trainer that is here, waits for nobody and does not move is stuck."""
+    spill_problem: str = ""
+    """Why trained steps cannot be spilled now; empty: nothing is wrong."""
+    spill_failing_since: float = 0.0
+    """Unix seconds of the first failure in a row; 0: nothing is wrong."""
     busy_s: float = 0.0
     uptime_s: float = 0.0
     host: str = ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from protocol.codec import decode, encode
-from protocol.connection import Client, Script
+from protocol.connection import Client, Script, asking
 from protocol.errors import WireError
 from protocol.keys import Keys
 
@@ -25,7 +25,7 @@ class Presence(Generic[Status]):
 
     def __init__(self, client: Client, keys: Keys, role: str, status_type: type[Status]) -> None:
         self._client = client
-        self._keys = [keys.presence(role), keys.presence_deadline(role)]
+        self._keys = [keys.presence(role), keys.presence_deadline(role), keys.presence_seen(role)]
         self._status_type = status_type
 
     async def beat(self, member: str, status: Status, *, ttl_s: float = TTL_S) -> None:
@@ -37,7 +37,13 @@ class Presence(Generic[Status]):
 
     async def members(self) -> list[Status]:
         """Everyone who is here now; but for who speaks another language."""
-        return decode_known(self._status_type, await _LIST(self._client, keys=self._keys))
+        return decode_known(self._status_type, await _LIST(self._client, keys=self._keys[:2]))
+
+    async def last_seen(self) -> float | None:
+        """Unix seconds by the clock of Redis: when any member announced itself, renewed or left last. None: there never was one."""
+        with asking("presence"):
+            raw = await self._client.get(self._keys[2])
+        return None if raw is None else int(raw) / 1000
 
 
 def decode_known(status_type: type[Status], frames: Sequence[bytes]) -> list[Status]:

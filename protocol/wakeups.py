@@ -76,8 +76,16 @@ class Wakeups:
         was missed before it stood.
         """
         while True:
-            pubsub = client.pubsub()
+            await self._listen(client, keys)
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def _listen(self, client: Client, keys: Keys) -> None:
+        """One subscription, until it breaks."""
+        async with contextlib.AsyncExitStack() as stack:
             try:
+                await client.members()  # in a cluster the subscription goes through one of these, each time another
+                pubsub = client.pubsub()
+                stack.push_async_callback(pubsub.aclose)
                 await pubsub.subscribe(keys.wakeups)
                 silent = False
                 while True:
@@ -91,9 +99,6 @@ class Wakeups:
                     silent = message is None
             except (RedisError, OSError) as problem:
                 _LOG.warning("wake-ups of %s are interrupted, waiters look every %.0f s: %s", keys.run, RECHECK_S, problem)
-                await asyncio.sleep(_RECONNECT_S)
-            finally:
-                await pubsub.aclose()  # type: ignore[no-untyped-call, unused-ignore]
 
     def _heard(self, kind: str, text: bytes | int | None) -> None:
         if kind == "subscribe":

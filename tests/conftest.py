@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from deploy.redis_server import server_command, wait_ready
 from protocol.connection import Client, connect
 from protocol.keys import Keys
+from tests.clusters import Cluster, start_cluster
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -31,6 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "redis_url" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.redis)
+        if "three_nodes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.cluster)
 
 
 settings.register_profile("ci", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -49,6 +52,31 @@ def redis_url() -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def three_nodes() -> Iterator[Cluster]:
+    """A real cluster of three, shared by the session; each test uses its own run name and leaves every node and slot as it found them."""
+    with tempfile.TemporaryDirectory(prefix="rs-cluster-") as folder:
+        nodes = asyncio.run(start_cluster(Path(folder)))
+        try:
+            yield nodes
+        finally:
+            asyncio.run(nodes.close())
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 kB. Needs the right to mount; where that is missing, what uses it is skipped."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system may be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest_asyncio.fixture

@@ -14,7 +14,8 @@ from typing import Any
 
 from protocol.codec import decode, encode
 from protocol.connection import Client, Script
-from protocol.errors import Fenced, ManifestError, StepOrder, WeightError
+from protocol.errors import Fenced, LedgerRegressed, ManifestError, StepOrder, WeightError
+from protocol.failpoints import Failpoint, failpoint
 from protocol.keys import Keys
 from protocol.messages import EngineId, Manifest
 from protocol.versions import Version
@@ -38,8 +39,8 @@ class Channel:
         """Make a version, whose bytes are durable and readable already, the newest. Publishing it again changes nothing.
 
         `seconds`: what writing it took, for the audit.
-        Raises: `Fenced` (a newer trainer is attached), `StepOrder` (not trained yet), `ManifestError` (already published with other weights), `WeightError`
-        (older than the newest).
+        Raises: `Fenced` (a newer trainer is attached), `LedgerRegressed` (Redis lost the attachment of this one), `StepOrder` (not trained yet),
+        `ManifestError` (already published with other weights), `WeightError` (older than the newest).
         """
         if manifest.version.incarnation != incarnation:
             raise Fenced(f"version {manifest.version} is not of incarnation {incarnation}")
@@ -49,6 +50,8 @@ class Channel:
         verdict, seen = answer[0].decode(), answer[1].decode()
         if verdict == "FENCED":
             raise Fenced(f"publish of {version}: incarnation {seen} is attached now; this trainer must stop")
+        if verdict == "REGRESSED":
+            raise LedgerRegressed(f"publish of {version}: only incarnation {seen} is attached: Redis lost the attachment; its trainer re-asserts it")
         if verdict == "UNTRAINED":
             raise StepOrder(f"publish of {version}: the run has trained {seen} steps; call trained({version.n}) first")
         if verdict == "CONFLICT":
@@ -76,11 +79,13 @@ class Channel:
 
     async def collect(self, store: DirectoryStore, *, keep: int) -> tuple[Version, ...]:
         """Delete every version but the newest `keep` and those pinned: marked dying first, so that a crash here is finished by the next call."""
-        dying = await self._dying(keep, ())
-        if dying:
+        deleted: list[Version] = []
+        dying: tuple[Version, ...] = ()
+        while dying := await self._dying(keep, dying):  # what came free while files were being deleted was marked by the call that took them off the list
             await asyncio.to_thread(_delete_all, store, dying)
-            await self._dying(keep, dying)
-        return dying
+            failpoint(Failpoint.VERSION_DELETED)
+            deleted += dying
+        return tuple(deleted)
 
     async def _read(self, what: str) -> Any:
         return await _READ(self._client, keys=[self._keys.weights], args=[what])

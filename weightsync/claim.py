@@ -45,6 +45,8 @@ class Seen:
     state: EngineState | None
     """Of this boot in the registry; None: not registered."""
     newest: Version | None = None
+    acked: Version | None = None
+    """The version this boot acked, as the registry remembers it."""
     manifest: Manifest | None = None
     """Of the newest version, where that is to be applied and its manifest is not the one at hand."""
 
@@ -69,15 +71,20 @@ class Claim:
             keys=[keys.engine_facts, keys.weights, keys.weight_pins, keys.reconcilers],
             args=[*self._who, self.owner, int(LOCK_S * 1000), int(PIN_S * 1000), str(at_hand or "")],
         )
-        verdict, *rest = (part.decode() if index < 3 else part for index, part in enumerate(raw))
+        verdict, *rest = (part.decode() if index < 4 else part for index, part in enumerate(raw))
         if verdict == "SUPERSEDED":
             raise Superseded(f"engine {self._who[0]}: a newer process registered this id; stop boot {self._who[1]}")
         if verdict == "LOCKED":
             return Locked(int(rest[0]) / 1000)
         if verdict == "UNKNOWN":
             return Seen(None)
-        state, newest, manifest = rest
-        return Seen(EngineState(state), Version.parse(newest) if newest else None, decode(Manifest, manifest) if manifest else None)
+        state, newest, acked, manifest = rest
+        return Seen(
+            EngineState(state),
+            Version.parse(newest) if newest else None,
+            Version.parse(acked) if acked else None,
+            decode(Manifest, manifest) if manifest else None,
+        )
 
     async def pause(self, *, most: int, valid_s: float, idle: bool) -> bool:
         """The right to pause the engine for `valid_s`, the lock with it; False: others are paused, or waiting with an older version (rule W8).

@@ -12,7 +12,8 @@ import time
 from types import TracebackType
 from typing import NoReturn, Self
 
-from protocol.errors import WeightError
+from protocol.errors import LedgerRegressed, StepOrder, Unavailable, WeightError
+from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Manifest
 from weightsync.channel import Channel
 from weightsync.snapshot import Snapshot
@@ -21,14 +22,18 @@ from weightsync.store import DirectoryStore
 _LOG = logging.getLogger(__name__)
 _RETRY_S = (0.5, 1.0, 2.0, 5.0)
 _LAST_WRITE_S = 60.0
+_POINTER_S = 2.0
+"""While there is nothing to write: how often the pointer is looked at."""
 
 
 class Publisher:
     """`async with Publisher(channel, store) as publisher: publisher.submit(snapshot, incarnation)`.
 
     consumes: snapshots / produces: durable versions and the pointer to them / waits for: the disk and Redis.
-    A write that fails for lack of disk is tried again until a newer snapshot takes its place. Any other error (`Fenced`, say, or a bug) is final: `failed`
-    raises it at once, `submit` and `drain` from then on. A run whose publisher is gone soon waits for ever for a version, so somebody must await `failed`.
+    A write that fails for lack of disk is tried again until a newer snapshot takes its place. Where Redis lost acknowledged writes, a version is offered again
+    until the trainer has re-asserted them, and a pointer that fell back is moved forward again (rule R1). Any other error (`Fenced`, say, or a bug) is final:
+    `failed` raises it at once, `submit` and `drain` from then on. A run whose publisher is gone soon waits for ever for a version, so somebody must await
+    `failed`.
     """
 
     def __init__(self, channel: Channel, store: DirectoryStore, *, keep: int = 2) -> None:
@@ -111,20 +116,27 @@ class Publisher:
 
     async def _run(self) -> None:
         while not self._closing:
-            await self._work.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POINTER_S):
+                    await self._work.wait()
+            idle = not self._work.is_set()
             self._work.clear()
-            while self._pending is not None:
-                (snapshot, incarnation), self._pending, self._running = self._pending, None, True
-                try:
+            try:
+                if idle:
+                    await self._look_after_pointer()
+                while self._pending is not None:
+                    (snapshot, incarnation), self._pending, self._running = self._pending, None, True
                     await self._publish(snapshot, incarnation)
-                except Exception as problem:  # noqa: BLE001 - kept, and raised by `failed`, `submit` and `drain`
-                    self._error = problem
-                finally:
-                    self._running = False
-                    async with self._changed:
-                        self._changed.notify_all()
-                if self._error is not None:
-                    return
+                    await self._rest()
+            except Exception as problem:  # noqa: BLE001 - kept, and raised by `failed`, `submit` and `drain`
+                self._error = problem
+                await self._rest()
+                return
+
+    async def _rest(self) -> None:
+        self._running = False
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _publish(self, snapshot: Snapshot, incarnation: int) -> None:
         attempt = 0
@@ -133,9 +145,12 @@ class Publisher:
             try:
                 manifest = await asyncio.to_thread(self._store.write, snapshot)
                 await self._channel.publish(manifest, incarnation, seconds=time.monotonic() - started)
+                failpoint(Failpoint.VERSION_PUBLISHED)
                 self.published, self.trouble = manifest, ""
             except OSError as problem:
                 self.trouble = f"version {snapshot.version} cannot be written to {self._store.folder}: {problem}"
+            except LedgerRegressed as problem:
+                self.trouble = str(problem)
             else:
                 await self._collect()
                 return
@@ -146,6 +161,16 @@ class Publisher:
             attempt += 1
             if self._pending is not None or self._closing:
                 return
+
+    async def _look_after_pointer(self) -> None:
+        """Redis may lose an acknowledged publish, and nobody else would notice: an engine never goes back, and on-policy producers wait for ever."""
+        published = self.published
+        try:
+            if published is None or ((newest := await self._channel.newest_version()) is not None and newest >= published.version):
+                return
+            await self._channel.publish(published, published.version.incarnation)
+        except (Unavailable, LedgerRegressed, StepOrder, WeightError) as problem:  # the next look, or the next version, finds it better
+            _LOG.warning("version %s is not the newest in Redis any more: %s", published and published.version, problem)
 
     async def _collect(self) -> None:
         try:

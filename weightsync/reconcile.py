@@ -5,7 +5,8 @@
                        └────────► Wait ◄────────┴──────────────────────┘ (backoff)
 
 Invariants: the target is always the newest version seen; an engine never goes back within an incarnation (rule V3); nothing is applied that was not prepared;
-what the engine holds is unknown at take-over and after a failure, so the next update is made in full whatever the registry says (rule W1).
+what the engine holds is unknown at take-over and after a failure, so the next update is made in full whatever the registry says (rule W1);
+an ack that the registry forgot is made again (rule R1).
 
 >>> core = Core()
 >>> core.seen(Sight(newest=Version(1, 3), state=EngineState.STARTING))
@@ -38,6 +39,8 @@ class Sight:
     newest: Version | None
     state: EngineState | None
     """None: this boot is not registered, so it could not ack."""
+    acked: Version | None = None
+    """What a ROUTABLE boot acked, as the registry remembers it; None: not told. Redis may have lost the newest ack (rule R1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Core:
     def applied(self, version: Version, now: float) -> None:
         """Verified and acked."""
         self.serving = self._floor = version
-        self._sight = Sight(newest=self._sight.newest, state=EngineState.ROUTABLE)
+        self._sight = Sight(newest=self._sight.newest, state=EngineState.ROUTABLE, acked=version)
         self._prepared, self._granted, self._failures = None, False, 0
         self._not_before = now + self._min_interval_s
 
@@ -135,10 +138,14 @@ class Core:
     def due(self) -> Version | None:
         """The version to go for; None when there is nothing to do."""
         newest, state = self._sight.newest, self._sight.state
-        if newest is None or state is None or state is EngineState.LEAVING or (self._floor is not None and newest < self._floor):
+        if newest is None or state is None or state is EngineState.LEAVING or self._is_back(newest):
             return None
-        known = self.serving is not None and state is EngineState.ROUTABLE
+        known = self.serving is not None and state is EngineState.ROUTABLE and self._sight.acked in (None, self.serving)
         return None if known and newest == self.serving else newest
+
+    def _is_back(self, newest: Version) -> bool:
+        """A lower incarnation is no way back: Redis lost the attachment of the higher one, and what it published with it (rule R1)."""
+        return self._floor is not None and newest.incarnation == self._floor.incarnation and newest.n < self._floor.n
 
     def next(self, now: float) -> Command:
         """What to do now. Ask again after each event."""

@@ -79,6 +79,8 @@ class Reconciler:
         self._manifest: Manifest | None = None
         self._prepare_s = 0.0
         self._holds_pause = False
+        self._apply_until = 0.0
+        """Counted from when the pause was asked for, as its validity is: a process that hangs in between applies nothing on a lock it has lost."""
         self.totals = Totals()
 
     async def run(self) -> None:
@@ -102,7 +104,7 @@ class Reconciler:
                     continue
                 if seen.manifest is not None:
                     self._manifest = seen.manifest
-                self._core.seen(Sight(seen.newest, seen.state))
+                self._core.seen(Sight(seen.newest, seen.state, seen.acked))
                 wait = await self._work()
                 timeout_s = RECHECK_S if wait.until is None else min(RECHECK_S, max(0.0, wait.until - time.monotonic()))
                 topics = (Topic.WEIGHTS, Topic.ENGINES) if wait.for_pause else (Topic.WEIGHTS,)
@@ -157,6 +159,7 @@ class Reconciler:
 
     async def _ask(self) -> None:
         idle, valid_s = self._idle(), self._config.apply_deadline_s + RESUME_S + _MARGIN_S
+        self._apply_until = time.monotonic() + self._config.apply_deadline_s
         if await self._claim.pause(most=self._config.max_paused, valid_s=valid_s, idle=idle):
             self._holds_pause = not idle
             self._core.granted()
@@ -170,7 +173,7 @@ class Reconciler:
 
     async def _apply(self, version: Version) -> None:
         """Pause, load, continue, verify, ack. Whatever happens, the engine is told to continue; if it did not take the version, it is unfit first."""
-        end = time.monotonic() + self._config.apply_deadline_s
+        end = self._apply_until
         manifest = self._manifest
         assert manifest is not None, "a version that is prepared has a manifest"
         try:

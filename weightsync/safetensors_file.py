@@ -65,6 +65,25 @@ def open_tensors(path: Path) -> Iterator[Mapping[str, TensorBytes]]:
                         tensor.data.release()
 
 
+@contextlib.contextmanager
+def open_model(folder: Path) -> Iterator[Mapping[str, TensorBytes]]:
+    """The weights of a Hugging Face model folder, one file or many, as views of memory maps; they must not be used after the context.
+
+    Raises: `ManifestError` naming the file or tensor.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ManifestError(f"{folder}: has no *.safetensors file; save the weights there with save_pretrained")
+    with contextlib.ExitStack() as opened:
+        tensors: dict[str, TensorBytes] = {}
+        for file in files:
+            part = opened.enter_context(open_tensors(file))
+            if twice := sorted(tensors.keys() & part.keys()):
+                raise ManifestError(f"{file}: tensor {twice[0]} is in another file of {folder} too; keep one set of weights there")
+            tensors.update(part)
+        yield tensors
+
+
 def _places(path: Path, mapped: mmap.mmap) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Dtype, shape, first byte and end of every tensor, each checked to lie in the file and to have the right size."""
     length = int.from_bytes(mapped[:8], "little")

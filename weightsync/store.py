@@ -24,6 +24,7 @@ import xxhash
 from protocol.codec import to_json
 from protocol.durable import make_folder, sync_folder, write_file
 from protocol.errors import ManifestError, VersionGone
+from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Manifest, TensorEntry
 from protocol.versions import Version
 from weightsync.safetensors_file import open_tensors, write_tensors
@@ -69,6 +70,7 @@ class DirectoryStore:
             self._write_file(temporary / MANIFEST_FILE, orjson.dumps(to_json(manifest), option=orjson.OPT_INDENT_2))
             self._link_assets(temporary)
             self._sync(temporary)
+            failpoint(Failpoint.VERSION_WRITTEN)
             try:
                 temporary.rename(target)
             except OSError as problem:
@@ -76,6 +78,7 @@ class DirectoryStore:
                     raise
                 return self._adopt(manifest, problem)
             self._sync(self.folder)
+            failpoint(Failpoint.VERSION_RENAMED)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return manifest

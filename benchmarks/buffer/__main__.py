@@ -20,7 +20,7 @@ import uvloop
 from benchmarks.buffer import scale
 from benchmarks.buffer.loads import LENGTHS, Load, load
 from benchmarks.buffer.meter import Cost, machine, measure, median
-from benchmarks.buffer.sides import Ceiling, InProcess, RedisStream, Rollstream, Side
+from benchmarks.buffer.sides import Ceiling, CeilingBatched, InProcess, RedisStream, Rollstream, Side
 from benchmarks.buffer.table import heading, print_costs, print_facts, ratios
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
@@ -48,7 +48,7 @@ async def compare(sides: list[Side], loads: Load, rounds: int) -> Costs:
 
 
 def on_redis(client: Client) -> list[Side]:
-    return [Ceiling(client), Rollstream(client, objects=False), Rollstream(client, objects=True), RedisStream(client)]
+    return [Ceiling(client), CeilingBatched(client), Rollstream(client, objects=False), Rollstream(client, objects=True), RedisStream(client)]
 
 
 @contextlib.contextmanager

@@ -6,21 +6,26 @@ import asyncio
 import pickle
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Protocol
 
 from benchmarks.buffer.loads import Load, header_of
 from benchmarks.buffer.meter import ServerCpu, no_server, redis_cpu, spread
+from buffer.client import FETCH_BYTES, TrainerBuffer
 from buffer.config import BufferConfig
-from buffer.contract import Slot
+from buffer.contract import Granted, Slot
+from buffer.group_commit import GroupCommit
 from buffer.redis_ledger import RedisLedger
+from buffer.redis_put import MOST_BYTES, MOST_GROUPS
 from protocol.codec import decode_group, encode_group
 from protocol.connection import Client
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
-from protocol.messages import GroupHeader
+from protocol.wakeups import Wakeups
 
 IDENTITY = RunIdentity(schema_major=1, seed=0, group_size=8, dataset="bench", tokenizer="bench")
 _HOUR_MS = 3_600_000
+_CHUNK = 32
 
 
 class Side(Protocol):
@@ -48,7 +53,7 @@ class _OnRedis:
 
 
 class Ceiling(_OnRedis):
-    """SET and GET of the payload bytes, nothing else."""
+    """SET and GET of the payload bytes, nothing else, one command a call."""
 
     name = "ceiling"
 
@@ -65,6 +70,32 @@ class Ceiling(_OnRedis):
         await self._client.flushdb()
 
 
+class CeilingBatched(Ceiling):
+    """The same bytes as our own calls batch them: SETs that come together in one pipeline, MGET of as many bytes."""
+
+    name = "ceiling batched"
+
+    async def prepare(self, load: Load) -> None:
+        await super().prepare(load)
+
+        async def send(batch: Sequence[int]) -> list[object]:
+            async with self._client.pipeline(transaction=False) as pipe:
+                for i in batch:
+                    pipe.set(f"{self._prefix}{i}", load.payloads[i], nx=True, px=120_000)
+                return list(await pipe.execute())
+
+        self._together: GroupCommit[int, object] = GroupCommit(send, size=lambda _: load.payload_bytes, most_size=MOST_BYTES, most_items=MOST_GROUPS, at_once=4)
+
+    async def put(self, load: Load) -> None:
+        await spread(len(load.payloads), self._together)
+
+    async def get(self, load: Load) -> None:
+        names = [f"{self._prefix}{i}" for i in range(len(load.payloads))]
+        size = max(1, FETCH_BYTES // load.payload_bytes)
+        batches = [names[at : at + size] for at in range(0, len(names), size)]
+        await spread(len(batches), lambda i: self._client.mget(batches[i]), at_once=2)
+
+
 async def new_run(client: Client, settings: BufferConfig) -> tuple[RedisLedger, Keys, int]:
     """A run of its own with a trainer attached and an engine that is routable for an hour; its incarnation."""
     keys = Keys(f"bench-{uuid.uuid4().hex[:12]}")
@@ -76,37 +107,41 @@ async def new_run(client: Client, settings: BufferConfig) -> tuple[RedisLedger, 
 
 
 class Rollstream(_OnRedis):
-    """Reserved slots are put; put groups are read and verified. `objects`: from arrays to arrays, else from payload bytes to payload bytes."""
+    """Reserved slots are put; chunks of 32 are leased, read and verified. `objects`: from arrays to arrays, else from payload bytes to payload bytes."""
 
     def __init__(self, client: Client, *, objects: bool) -> None:
         super().__init__(client)
         self.name = "rollstream" if objects else "rollstream bytes"
         self._objects = objects
         self._slots: tuple[Slot, ...] = ()
-        self._headers: dict[int, GroupHeader] = {}
 
     async def prepare(self, load: Load) -> None:
-        settings = BufferConfig(groups_per_step=max(64, len(load.groups)), byte_budget=1 << 40)
-        self._ledger, _, _ = await new_run(self._client, settings)
-        granted = await self._ledger.reserve("bench", uuid.uuid4().hex, len(load.groups), max_bytes=load.payload_bytes + 1024)
-        self._slots = granted.slots  # type: ignore[union-attr]
-        self._headers = {}
+        count = len(load.groups)
+        self._ledger, self._keys, self._incarnation = await new_run(
+            self._client, BufferConfig(groups_per_step=count, chunk_groups=min(_CHUNK, count), byte_budget=1 << 40)
+        )
+        granted = await self._ledger.reserve("bench", uuid.uuid4().hex, count, max_bytes=load.payload_bytes + 1024)
+        assert isinstance(granted, Granted)
+        self._slots = granted.slots
 
     async def put(self, load: Load) -> None:
         async def one(i: int) -> None:
             payload = encode_group(load.groups[i]) if self._objects else load.payloads[i]
-            header = self._headers[i] = header_of(self._slots[i], load.groups[i], payload)
-            await self._ledger.put(header, payload)
+            await self._ledger.put(header_of(self._slots[i], load.groups[i], payload), payload)
 
         await spread(len(load.groups), one)
 
     async def get(self, load: Load) -> None:
-        async def one(i: int) -> None:
-            payload = await self._ledger.payload(self._headers[i])
+        record = await self._ledger.open_step(self._incarnation, 1)
+        buffer = TrainerBuffer(self._ledger, Wakeups(), self._incarnation)
+        for index in range(-(-record.groups // record.chunk)):
+            chunk = await buffer.lease(1, index)
             if self._objects:
-                decode_group(payload)
-
-        await spread(len(load.groups), one)
+                await buffer.fetch(chunk)
+                continue
+            size = max(1, FETCH_BYTES // load.payload_bytes)
+            batches = [chunk.headers[at : at + size] for at in range(0, len(chunk.headers), size)]
+            await spread(len(batches), lambda i, batches=batches: self._ledger.payloads(batches[i]), at_once=2)  # type: ignore[misc]
 
     async def clear(self) -> None:
         await self._client.flushdb()

@@ -1,7 +1,5 @@
 -- Rule T5. ARGV: incarnation, step, incarnation of the checkpoint, digest, path, keep.
 local incarnation, step, from, count = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[8])
-local refused = fenced(incarnation)
-if refused then return refused end
 if step > num('trained') or from ~= incarnation then
   return {'STEP_ORDER', 'checkpoint ' .. step .. ' of incarnation ' .. from .. ': step ' .. num('trained') .. ' of incarnation ' .. incarnation .. ' is the newest trained'}
 end

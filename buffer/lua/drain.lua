@@ -1,6 +1,4 @@
 -- Rule T8. ARGV: incarnation, reason.
-local refused = fenced(tonumber(ARGV[3]))
-if refused then return refused end
 if get('run_state') == 'draining' then return {'OK'} end
 call('HSET', STATE, 'run_state', 'draining')
 audit('drained', '{"reason":' .. text(ARGV[4]) .. '}')

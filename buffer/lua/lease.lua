@@ -1,7 +1,5 @@
 -- Rule T3. ARGV: incarnation, step, chunk.
 local incarnation, step, chunk = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local refused = fenced(incarnation)
-if refused then return refused end
 local trained, record = num('trained'), step_record(step)
 if step ~= trained + 1 or not record then
   return {'STEP_ORDER', 'lease(' .. step .. ', ' .. chunk .. '): open step ' .. (trained + 1) .. ' first; it is the next'}

@@ -1,7 +1,5 @@
 -- Rule T2. ARGV: incarnation, step. The step's record as JSON.
 local incarnation, step = tonumber(ARGV[3]), tonumber(ARGV[4])
-local refused = fenced(incarnation)
-if refused then return refused end
 local trained = num('trained')
 if step ~= trained + 1 then return {'STEP_ORDER', 'open_step(' .. step .. '): step ' .. trained .. ' is the newest trained, so ' .. (trained + 1) .. ' is next'} end
 

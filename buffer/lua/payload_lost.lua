@@ -1,7 +1,5 @@
 -- Rule P2. ARGV: incarnation, step, chunk, seq. A head step is refilled; a step that was trained before keeps a hole.
 local incarnation, step, chunk, seq = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local refused = fenced(incarnation)
-if refused then return refused end
 local entry, record = chunk_of(step, chunk), step_record(step)
 if step ~= num('trained') + 1 or not entry then
   return {'STEP_ORDER', 'payload_lost(' .. step .. ', ' .. chunk .. '): not a leased chunk of step ' .. (num('trained') + 1)}
@@ -14,12 +12,13 @@ if #left < #entry.seqs then
   local g = group(seq)
   audit('payload_lost', '{"step":' .. step .. ',"chunk":' .. chunk .. ',"seq":' .. seq .. '}')
   if call('HEXISTS', DIGESTS, step) == 1 then
-    call('UNLINK', payload_key(seq, g))
+    drop_payload(seq, g)
     call('HDEL', HEADERS, seq)
     add('leased', -1)
     add('bytes', -g.b)
     add('dead:payload_lost', 1)
-    keep(seq, {s = 'dead', a = g.a, f = g.f, t = g.t, p = g.p, r = 'payload_lost'})
+    bury(seq, cjson.encode({s = 'dead', a = g.a, f = g.f, t = g.t, p = g.p, r = 'payload_lost'}))
+    keep_letter(seq, g, 'payload_lost', 'payload lost in a replay of step ' .. step)
     audit('dead', '{"seq":' .. seq .. ',"attempt":' .. g.a .. ',"reason":"payload_lost"}')
     entry.n = entry.n - 1
   else

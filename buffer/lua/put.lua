@@ -1,37 +1,63 @@
--- Rule P1: GENERATING -> READY if the payload is there. KEYS[16] payload. ARGV: seq, attempt, token, bytes, header, tokens by version (JSON), producer, rewards (JSON).
-local payload, seq, attempt, token, bytes = KEYS[16], ARGV[3], tonumber(ARGV[4]), ARGV[5], tonumber(ARGV[6])
-local g = group(seq)
-if not g or g.a ~= attempt or g.t ~= token or g.s == 'released' or g.s == 'dead' then
-  call('UNLINK', payload)
-  return {'SLOT_LOST'}
-end
-if g.s ~= 'generating' then return {'OK', 'duplicate'} end
-if bytes > g.m then
-  call('UNLINK', payload)
-  return {'TOO_LARGE', g.m}
-end
-local line, trained, versions, lags = lineage(), num('trained'), cjson.decode(ARGV[8]), {}
-for version, tokens in pairs(versions) do
-  local n = shared(line, version)
-  if not n or n > trained then
-    call('UNLINK', payload)
-    return {'BAD_VERSION', version}
+-- Rule P1: GENERATING -> READY if the payload is there; on a cluster the caller has seen it stored. ARGV, ten for each group: seq, attempt, token, bytes,
+-- header, tokens by version (JSON), producer, rewards (JSON), sampled tokens of each rollout (JSON), '1' if extras lie in blobs.
+-- {'OK', answer of each}; an answer is stored or duplicate, with 1 if the caller is to make the payload permanent, or a refusal of that group alone.
+local line = lineage()
+local known = call('HMGET', STATE, 'trained', 'budget', 'bytes')
+local trained, budget, used = tonumber(known[1]), tonumber(known[2]), tonumber(known[3] or '0')
+local stored, freed, short = 0, 0, false
+
+local function put(seq, attempt, token, bytes, header, tokens, producer, rewards, lengths, in_blobs)
+  attempt, bytes = tonumber(attempt), tonumber(bytes)
+  local mine = {a = attempt, t = token, x = in_blobs == '1'}
+  local g = group(seq)
+  if not g or g.a ~= attempt or g.t ~= token or g.s == 'released' or g.s == 'dead' then
+    drop_payload(seq, mine, not g or g.r == 'recorded') -- a recording may have the blobs of what is recorded, or gone for long
+    return {'SLOT_LOST'}
   end
-  lags[trained - n] = (lags[trained - n] or 0) + tokens
+  if g.s ~= 'generating' then
+    if g.b == 0 then drop_payload(seq, mine, true) elseif DOOMED then call('SADD', TO_PERSIST, payload_name(seq, g)) end
+    return {'OK', 'duplicate', g.b > 0 and 1 or 0}
+  end
+  if bytes > g.m then
+    drop_payload(seq, mine, true)
+    return {'TOO_LARGE', g.m}
+  end
+  local versions, lags, least = cjson.decode(tokens), {}, nil
+  for version, count in pairs(versions) do
+    local n = shared(line, version)
+    if not n or n > trained then
+      drop_payload(seq, mine, true)
+      return {'BAD_VERSION', version}
+    end
+    lags[trained - n] = (lags[trained - n] or 0) + count
+    least = math.min(n, least or n)
+  end
+  if DOOMED then
+    call('SADD', TO_PERSIST, payload_name(seq, g))
+    call('SREM', DOOMED, payload_name(seq, g)) -- an earlier put of this slot was refused
+  else
+    local payload = ARGV[2] .. payload_name(seq, g)
+    if call('STRLEN', payload) ~= bytes then return {'PAYLOAD_MISSING'} end
+    call('PERSIST', payload)
+  end
+  call('ZREM', DEADLINES, seq)
+  short = short or budget - used < g.m
+  stored, freed, used = stored + 1, freed + g.m - bytes, used + bytes - g.m
+  g.s, g.b, g.v, g.o, g.m, g.x = 'ready', bytes, versions, nil, nil, mine.x and 1 or nil
+  keep(seq, g)
+  call('HSET', HEADERS, seq, header)
+  call('ZADD', READY, score(tonumber(seq), least or 0), seq)
+  count_versions(g, 1)
+  local lag = {}
+  for steps, count in pairs(lags) do lag[#lag + 1] = '"' .. steps .. '":' .. count end
+  audit('put', '{"seq":' .. seq .. ',"attempt":' .. attempt .. ',"producer_id":' .. text(producer) .. ',"bytes":' .. bytes .. ',"tokens":' .. tokens
+    .. ',"trained":' .. trained .. ',"lag":{' .. table.concat(lag, ',') .. '},"rewards":' .. rewards .. ',"lengths":' .. lengths .. '}')
+  return {'OK', 'stored', 1}
 end
-if call('STRLEN', payload) ~= bytes then return {'PAYLOAD_MISSING'} end
-call('PERSIST', payload)
-call('ZREM', DEADLINES, seq)
-if num('budget') - num('bytes') < g.m then wake('slot') end -- somebody may be waiting for the bytes that come free
-add('bytes', bytes - g.m)
-g.s, g.b, g.v, g.o, g.m = 'ready', bytes, versions, nil, nil
-keep(seq, g)
-call('HSET', HEADERS, seq, ARGV[7])
-call('ZADD', READY, seq, seq)
-count_versions(g, 1)
-local lag = {}
-for steps, tokens in pairs(lags) do lag[#lag + 1] = '"' .. steps .. '":' .. tokens end
-audit('put', '{"seq":' .. seq .. ',"attempt":' .. attempt .. ',"producer_id":' .. text(ARGV[9]) .. ',"bytes":' .. bytes .. ',"tokens":' .. ARGV[8]
-  .. ',"trained":' .. trained .. ',"lag":{' .. table.concat(lag, ',') .. '},"rewards":' .. ARGV[10] .. '}')
-wake('ready')
-return {'OK', 'stored'}
+
+local answers = {'OK'}
+for at = 3, #ARGV, 10 do answers[#answers + 1] = put(unpack(ARGV, at, at + 9)) end
+add('bytes', -freed)
+if short then wake('slot') end -- somebody may be waiting for the bytes that come free
+if stored > 0 then wake('ready') end
+return answers

@@ -1,6 +1,5 @@
--- Rules S1, S3, P3. ARGV: owner, request id, n, max bytes, n fresh slot tokens.
+-- Rules S1, S3, P3. ARGV: owner, request id, n, max bytes, the version that is served ('': ask the engines), n fresh slot tokens.
 local owner, request, n, max_bytes = ARGV[3], ARGV[3] .. '\n' .. ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
-if call('HEXISTS', STATE, 'identity') == 0 then return {'RUN_MISSING'} end
 if get('run_state') ~= 'open' then return {'RUN_ENDED'} end
 local clock, now = tick()
 local slot_ms = num('slot_ms')
@@ -22,8 +21,9 @@ if n < 1 then return {'BLOCKED', 'no slot'} end
 n = math.min(n, math.floor((budget - used) / max_bytes))
 if n < 1 then return {'BLOCKED', 'no budget'} end
 
-local line, best, engines = lineage(head), -1, 0
-for _, entry in ipairs(call('HVALS', ROUTABLE)) do
+local line, best, engines, imported = lineage(head), -1, 0, ARGV[7] ~= ''
+if imported then best, engines = shared(line, ARGV[7]) or -1, 1 end
+for _, entry in ipairs(imported and {} or call('HVALS', ROUTABLE)) do
   local version, expires = string.match(entry, '^(%d+:%d+):(%d+)$')
   if version and tonumber(expires) > now then
     engines = engines + 1
@@ -47,7 +47,7 @@ for i = 1, n do
     seq = call('HINCRBY', STATE, 'next_seq', 1) - 1
     g = {a = 0, f = 0}
   end
-  g = {s = 'generating', a = g.a + 1, f = g.f, t = ARGV[6 + i], o = owner, p = g.p, m = max_bytes}
+  g = {s = 'generating', a = g.a + 1, f = g.f, t = ARGV[7 + i], o = owner, p = g.p, m = max_bytes}
   keep(seq, g)
   call('ZADD', DEADLINES, clock + slot_ms, seq)
   slots[i] = {seq, g.a, g.t, head .. ':' .. needed, g.p or cjson.null, max_bytes}

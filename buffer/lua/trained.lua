@@ -1,12 +1,10 @@
 -- Rule T4, and V1: an equal digest is the same version. ARGV: incarnation, step, digest, stats (JSON).
 local incarnation, step, digest = tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
-local refused = fenced(incarnation)
-if refused then return refused end
 local trained = num('trained')
 local function reply()
   local newest = 0
   for _, one in ipairs(cjson.decode(get('checkpoints') or '[]')) do newest = math.max(newest, one[1]) end
-  local wanted = num('trained_bytes') * 2 > num('budget') and newest < step
+  local wanted = num('trained_bytes') * 2 > num('budget') and newest < step and get('spill') ~= '1' -- a spill frees bytes by itself
   return {'OK', step, call('HGETALL', FORKS), wanted and 1 or 0}
 end
 if step == trained and num('trained_by') == incarnation and call('HGET', DIGESTS, step) == digest then return reply() end
@@ -31,17 +29,14 @@ end
 add('leased', -#seqs)
 add('trained_groups', #seqs)
 add('trained_bytes', bytes)
+end_step(step, incarnation, bytes)
 
 local known = call('HGET', DIGESTS, step)
 if known == digest then
   local parent, fork, id = string.match(call('HGET', FORKS, incarnation), '^(%d+):(%d+):(.*)$')
   if parent ~= '0' and tonumber(fork) == step - 1 then call('HSET', FORKS, incarnation, parent .. ':' .. step .. ':' .. id) end
-elseif known then -- the lines part here for good: what the parent trained later is nothing to compare with
-  local later = step + 1
-  while call('HEXISTS', DIGESTS, later) == 1 do
-    call('HSET', DIGESTS, later, '')
-    later = later + 1
-  end
+elseif known then
+  part(step)
 end
 call('HSET', DIGESTS, step, digest)
 call('HSET', STATE, 'trained', step, 'trained_by', incarnation)

@@ -2,8 +2,8 @@
 
 >>> prompt("3142"), answer("3142")
 ('>3142=', '1234')
->>> score("1234", "1234"), score("1243", "1234"), score("", "1234")
-(Reward(value=1.0, exact=True), Reward(value=0.25, exact=False), Reward(value=0.0, exact=False))
+>>> [(reward.value, reward.exact) for reward in (score("1234", "1234"), score("1243", "1234"), score("", "1234"))]
+[(1.0, True), (0.25, False), (0.0, False)]
 
 This module is imported by producers (the reward) and knows no torch.
 """

@@ -7,8 +7,14 @@
 | `/v1/buffer` | the ledger: groups by state, limits, bytes, checkpoints |
 | `/v1/engines`, `/v1/producers`, `/v1/trainers` | who is here, with what they report |
 | `/v1/weights` | the weight pointer and who serves what |
+| `/v1/journal` | the steps that can be replayed, what is spilled, who reads them |
+| `/v1/watchdog` | which edge is blocked, since when, why, and what to do; also where there is no run |
+| `/v1/bias` | what became of every sampled token, by length and age |
 | `/healthz` | this process runs |
-| `/readyz` | and Redis answers |
+| `/readyz` | and Redis answers; the body names the stalls of the run |
+
+A stalled run changes no status code: a probe that fails would have this process restarted or taken out of service, which mends no run and hides the reason.
+Alarms watch `rollstream_stalled`, or `stalled` of `/v1/watchdog`.
 
 Errors are JSON with `error` and `what_to_do`: 404 no such path or no such run, 405 wrong method, 503 Redis does not answer.
 """
@@ -40,8 +46,10 @@ _V1: dict[str, Callable[[Picture], BaseModel]] = {
     "/v1/producers": bodies.producers,
     "/v1/trainers": bodies.trainers,
     "/v1/weights": bodies.weights,
+    "/v1/journal": bodies.journal,
+    "/v1/bias": bodies.bias_of,
 }
-PATHS = (*_V1, "/metrics", "/healthz", "/readyz")
+PATHS = (*_V1, "/v1/watchdog", "/metrics", "/healthz", "/readyz")
 
 
 def announcement(listener: socket.socket) -> str:
@@ -76,8 +84,13 @@ def make_app(source: PictureSource) -> web.Application:
 
     async def readyz(_: web.Request) -> web.Response:
         await source.ping()
-        return web.json_response({"status": "ready"})
+        picture = await source.picture()
+        return web.json_response({"status": "ready", "stalls": [stall.sentence(picture.at) for stall in picture.stalls]})
 
+    async def watchdog(_: web.Request) -> web.Response:
+        return _json(200, bodies.watchdog(await source.picture()))
+
+    app.router.add_get("/v1/watchdog", watchdog)
     app.router.add_get("/metrics", prometheus)
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
@@ -129,7 +142,7 @@ async def serve(config: ReaderConfig, stop: asyncio.Event) -> None:
     if (listener := bind(config.http)) is None:
         raise ConfigError("http.port 0: `rollstream serve` needs a port")
     try:
-        async with picture_source(url, config.run.name, folder=config.run.folder) as source, running(source, listener):
+        async with picture_source(url, config.run.name, folder=config.run.folder, patience_s=config.run.stall_seconds) as source, running(source, listener):
             sys.stdout.write(announcement(listener))
             sys.stdout.flush()
             await stop.wait()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel, ConfigDict, Field
 
+from buffer import bias as bias_report
 from deploy.snapshot import Picture
 from deploy.tally import Distribution
 from protocol.codec import to_json
@@ -77,6 +80,76 @@ class Buffer(Body):
     bytes_used: int
     byte_budget: int
     checkpoints: list[dict[str, object]]
+    selection: str = Field(description="Which ready groups a step takes first: oldest, freshest or fifo.")
+    letters: int = Field(description="Groups that were set aside; see `rollstream letters list`.")
+    to_spill: int = Field(description="Trained steps that wait to be spilled.")
+    spill_problem: str = Field(description="Why they cannot be, by the trainer; empty: nothing is wrong.")
+
+
+class Reader(Body):
+    reader: str
+    wants: int = Field(description="The step it wants next.")
+    lag_steps: int = Field(description="Trained steps it has not had yet.")
+
+
+class Journal(Body):
+    first: int | None = Field(description="Oldest step in the journal; null: it holds none.")
+    last: int = Field(description="Newest trained step.")
+    dropped: int = Field(description="Steps up to this one have left it.")
+    retention: int = Field(description="Steps kept for replay beyond what the oldest kept checkpoint needs.")
+    retention_bytes: int = Field(description="Of those, only as many as fit into so many bytes; 0: no such limit.")
+    retention_seconds: float = Field(description="Of those, only what was trained in the last so many seconds; 0: no such limit.")
+    spill: str = Field(description="Where payloads go that leave Redis; empty: they are deleted.")
+    to_spill: int
+    readers: list[Reader]
+    shadows: list[dict[str, object]] = Field(description="Trainers that follow the journal and take nothing away.")
+
+
+class Blocked(Body):
+    edge: str
+    since: float = Field(description="Unix seconds.")
+    seconds: float
+    stalled: bool = Field(description="It has lasted longer than run.stall_seconds, and nobody at its other end moves.")
+    waiting: list[str] = Field(description="Who waits because of it, each with the edge it sees itself.")
+    why: str
+    what_to_do: str
+
+
+class Watchdog(Body):
+    stalled: bool
+    stall_seconds: float = Field(description="How long an edge may block before it is a stall.")
+    blocked: list[Blocked] = Field(description="Every blocked edge at its root, the longest first.")
+
+
+class Flow(Body):
+    """Tokens of one bucket."""
+
+    generated: int
+    trained: int
+    masked: int
+    dropped: dict[str, int]
+    outstanding: int
+    trained_share: float | None = Field(description="Trained of generated.")
+
+    @classmethod
+    def of(cls, flow: bias_report.Flow) -> Flow:
+        return cls(
+            generated=flow.generated,
+            trained=flow.trained,
+            masked=flow.masked,
+            dropped=dict(flow.dropped),
+            outstanding=flow.outstanding,
+            trained_share=flow.trained_share,
+        )
+
+
+class Bias(Body):
+    complete: bool = Field(description="False: counted from what was left of the audit when this service began.")
+    total: Flow
+    lengths: dict[str, Flow] = Field(description="By the sampled tokens of a rollout, up to each power of two; unknown: nobody told.")
+    ages: dict[str, Flow] = Field(description="By steps behind the newest trained one: generated when stored, dropped when dropped, the rest in their step.")
+    dropped_groups: dict[str, int]
+    unaccounted_tokens: int = Field(description="Tokens whose end is not in the record; 0 unless a part of it is missing.")
 
 
 class Weights(Body):
@@ -132,6 +205,58 @@ def buffer(picture: Picture) -> Buffer:
         bytes_used=ledger.bytes_used,
         byte_budget=ledger.byte_budget,
         checkpoints=[{**to_json(found)} for found in ledger.checkpoints],
+        selection=picture.settings.selection.value,
+        letters=ledger.letters,
+        to_spill=ledger.to_spill,
+        spill_problem=picture.spill_problem,
+    )
+
+
+def journal(picture: Picture) -> Journal:
+    ledger, settings = picture.ledger, picture.settings
+    assert ledger is not None
+    readers = [Reader(reader=name, wants=step, lag_steps=max(0, ledger.trained + 1 - step)) for name, step in sorted(ledger.readers.items())]
+    return Journal(
+        first=ledger.dropped + 1 if ledger.trained > ledger.dropped else None,
+        last=ledger.trained,
+        dropped=ledger.dropped,
+        retention=settings.retention,
+        retention_bytes=settings.retention_bytes,
+        retention_seconds=settings.retention_seconds,
+        spill=settings.spill,
+        to_spill=ledger.to_spill,
+        readers=readers,
+        shadows=[{**to_json(status)} for status in picture.shadows],
+    )
+
+
+def watchdog(picture: Picture) -> Watchdog:
+    found = [
+        Blocked(
+            edge=stall.edge.value,
+            since=stall.since,
+            seconds=stall.seconds(picture.at),
+            stalled=stall.lasts(picture.at, picture.patience_s),
+            waiting=list(stall.waiting),
+            why=stall.why,
+            what_to_do=stall.what_to_do,
+        )
+        for stall in picture.blocked
+    ]
+    return Watchdog(stalled=any(one.stalled for one in found), stall_seconds=picture.patience_s, blocked=found)
+
+
+def bias(found: bias_report.Bias, *, complete: bool = True) -> Bias:
+    def named(flows: Mapping[int, bias_report.Flow]) -> dict[str, Flow]:
+        return {"unknown" if bucket == bias_report.UNKNOWN else str(bucket): Flow.of(flow) for bucket, flow in flows.items()}
+
+    return Bias(
+        complete=complete,
+        total=Flow.of(found.total),
+        lengths=named(found.lengths),
+        ages=named(found.ages),
+        dropped_groups=dict(found.dropped_groups),
+        unaccounted_tokens=found.unaccounted,
     )
 
 
@@ -161,6 +286,11 @@ def producers(picture: Picture) -> Members:
 
 def trainers(picture: Picture) -> Members:
     return Members(members=[{**to_json(status)} for status in picture.trainers])
+
+
+def bias_of(picture: Picture) -> Bias:
+    assert picture.bias is not None
+    return bias(picture.bias, complete=picture.complete)
 
 
 def _trained(picture: Picture) -> int:

@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from buffer.bias import UNKNOWN, Bias
 from deploy.snapshot import Picture
 from deploy.tally import Distribution
-from protocol.messages import EngineState, EngineStatus
+from protocol.messages import Edge, EngineState, EngineStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -33,11 +34,22 @@ class _Collector(Collector):
         picture = self._picture
         yield self._gauge("rollstream_redis_up", "1 if Redis answers.", float(picture is not None))
         yield self._gauge("rollstream_run_present", "1 if the run is there.", float(picture is not None and picture.ledger is not None))
+        if picture is not None:
+            yield from self._watchdog(picture)
         if picture is not None and picture.ledger is not None:
             yield from self._ledger(picture)
             yield from self._training(picture)
             yield from self._engines(picture)
             yield from self._members(picture)
+
+    def _watchdog(self, picture: Picture) -> Iterator[Metric]:
+        """Every edge is always there, so that an alarm on it has something to watch."""
+        seconds = {stall.edge: stall.seconds(picture.at) for stall in reversed(picture.blocked)}
+        blocked = self._family("rollstream_blocked_seconds", "For how long an edge has held the run up, at its root; 0: it does not.", "edge")
+        for edge in Edge:
+            blocked.add_metric([self._run, edge.value], seconds.get(edge, 0.0))
+        yield blocked
+        yield self._gauge("rollstream_stalled", "1 if an edge has been blocked for longer than run.stall_seconds.", float(bool(picture.stalls)))
 
     def _ledger(self, picture: Picture) -> Iterator[Metric]:
         ledger = picture.ledger
@@ -49,6 +61,14 @@ class _Collector(Collector):
         yield self._gauge("rollstream_buffer_admission_limit_groups", "Groups that may be outstanding.", ledger.admission_limit)
         yield self._gauge("rollstream_buffer_bytes", "Bytes of payloads charged.", ledger.bytes_used)
         yield self._gauge("rollstream_buffer_budget_bytes", "Byte budget.", ledger.byte_budget)
+        yield self._gauge("rollstream_dead_letters", "Groups that were set aside and can be queued again.", ledger.letters)
+        yield self._gauge("rollstream_steps_to_spill", "Trained steps that wait to be spilled.", ledger.to_spill)
+        yield self._gauge("rollstream_spill_failing", "1 if the trainer cannot spill.", float(bool(picture.spill_problem)))
+        yield self._gauge("rollstream_journal_steps", "Steps in the journal.", ledger.trained - ledger.dropped)
+        readers = self._family("rollstream_reader_lag_steps", "Trained steps that a reader of the journal has not had yet.", "reader")
+        for name, step in ledger.readers.items():
+            readers.add_metric([self._run, name], max(0, ledger.trained + 1 - step))
+        yield readers
         yield self._gauge("rollstream_trained_step", "Newest trained step of the surviving line.", ledger.trained)
         yield self._gauge("rollstream_incarnation", "Attachment of a trainer.", ledger.incarnation)
         yield self._gauge("rollstream_draining", "1 once the run's end is decided.", float(ledger.state.value == "draining"))
@@ -74,6 +94,17 @@ class _Collector(Collector):
             ("rollstream_engine_pause_seconds", "Seconds engines were paused for updates.", totals.pause_s),
         ):
             yield self._counter(name, text, value)
+        if picture.bias is not None:
+            yield from self._bias(picture.bias)
+
+    def _bias(self, found: Bias) -> Iterator[Metric]:
+        tokens = self._family("rollstream_tokens_by_length", "Sampled tokens by what became of them and the length of their rollout, up to.", "fate", "length")
+        for bucket, flow in found.lengths.items():
+            length = "unknown" if bucket == UNKNOWN else str(bucket)
+            fates = {"generated": flow.generated, "trained": flow.trained, "masked": flow.masked, "outstanding": flow.outstanding, **flow.dropped}
+            for fate, count in fates.items():
+                tokens.add_metric([self._run, fate, length], count)
+        yield tokens
 
     def _engines(self, picture: Picture) -> Iterator[Metric]:
         if picture.tokens_per_s is not None:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import orjson
 import pytest
 import pytest_asyncio
 
 from buffer.config import BufferConfig
-from buffer.contract import Blocked, CheckpointRef, ChunkRecord, Granted, Ledger, Slot
+from buffer.contract import Blocked, CheckpointRef, ChunkRecord, DeadLetter, Granted, Ledger, Slot
 from buffer.ledger import LocalLedger
-from buffer.ledger_state import payload_name
+from buffer.ledger_state import State, payload_name
 from buffer.redis_ledger import RedisLedger
 from protocol.codec import digest
-from protocol.connection import Client
+from protocol.connection import Client, connect
 from protocol.errors import RunMissing
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
-from protocol.messages import GroupHeader
+from protocol.messages import Attempt, BlobRef, GroupHeader, Reason, Seq
 from protocol.versions import Version
+from tests.clusters import Cluster
 
 IDENTITY = RunIdentity(schema_major=1, seed=0, group_size=2, dataset="rows", tokenizer="words")
 
@@ -43,6 +48,7 @@ def header_for(slot: Slot, trainable: Mapping[Version, int], payload: bytes) -> 
         producer_id="producer",
         group_size=2,
         lengths=(5, 6),
+        sampled=(3, 4),
         trainable=dict(trainable),
         oldest=min(trainable, default=Version(0, 0)),
         rewards=(0.5, 1.0),
@@ -70,6 +76,14 @@ class Harness:
         """Let wall time pass with nobody calling."""
         raise NotImplementedError
 
+    async def pass_time(self, seconds: float) -> None:
+        """Everything that has a time gets older by this much."""
+        raise NotImplementedError
+
+    async def fill_letters(self, count: int) -> None:
+        """Dead letters of groups that never were."""
+        raise NotImplementedError
+
     async def lose_payload(self, header: GroupHeader) -> None:
         raise NotImplementedError
 
@@ -77,6 +91,14 @@ class Harness:
         raise NotImplementedError
 
     async def violations(self) -> list[str]:
+        raise NotImplementedError
+
+    async def copy(self) -> object:
+        """The server's data as they are now."""
+        raise NotImplementedError
+
+    async def go_back(self, copy: object) -> None:
+        """The server comes back with an older copy of its data: it loses what it acknowledged since."""
         raise NotImplementedError
 
     # what every test does ---------------------------------------------------------------------------------------------------
@@ -88,19 +110,21 @@ class Harness:
         await self.serve(Version(attachment.incarnation, 0))
         return attachment.incarnation
 
-    async def ask(self, n: int, *, max_bytes: int = 100, owner: str = "p1") -> Granted | Blocked:
+    async def ask(self, n: int, *, max_bytes: int = 100, owner: str = "p1", served: Version | None = None) -> Granted | Blocked:
         self.requests += 1
-        return await self.ledger.reserve(owner, f"r{self.requests}", n, max_bytes=max_bytes)
+        return await self.ledger.reserve(owner, f"r{self.requests}", n, max_bytes=max_bytes, served=served)
 
-    async def reserve(self, n: int, *, max_bytes: int = 100, owner: str = "p1") -> tuple[Slot, ...]:
-        answer = await self.ask(n, max_bytes=max_bytes, owner=owner)
+    async def reserve(self, n: int, *, max_bytes: int = 100, owner: str = "p1", served: Version | None = None) -> tuple[Slot, ...]:
+        answer = await self.ask(n, max_bytes=max_bytes, owner=owner, served=served)
         assert isinstance(answer, Granted), answer
         return answer.slots
 
-    async def put(self, slot: Slot, version: Version | Mapping[Version, int], size: int = 50) -> GroupHeader:
+    async def put(
+        self, slot: Slot, version: Version | Mapping[Version, int], size: int = 50, blobs: Mapping[str, BlobRef] = MappingProxyType({})
+    ) -> GroupHeader:
         trainable = {version: 10} if isinstance(version, Version) else version
         payload = slot.token.encode().ljust(size, b".")[:size]
-        header = header_for(slot, trainable, payload)
+        header = dataclasses.replace(header_for(slot, trainable, payload), blobs=dict(blobs))
         await self.ledger.put(header, payload)
         return header
 
@@ -125,6 +149,15 @@ class Harness:
         chunks = await self.lease(incarnation, step)
         await self.ledger.trained(incarnation, step, digest or f"w{step}", {})
         return seqs_of(*chunks)
+
+    async def train_blocked(self, incarnation: int, step: int) -> ChunkRecord | Blocked:
+        """The first chunk of the step that cannot be had."""
+        record = await self.ledger.open_step(incarnation, step)
+        for index in range(-(-record.groups // record.chunk)):
+            answer = await self.ledger.lease(incarnation, step, index)
+            if isinstance(answer, Blocked):
+                break
+        return answer
 
     async def checkpoint(self, incarnation: int, step: int, keep: int = 2) -> tuple[CheckpointRef, ...]:
         return await self.ledger.checkpoint(incarnation, reference(step, incarnation), keep=keep)
@@ -153,6 +186,15 @@ class PureHarness(Harness):
     async def outage(self, seconds: float) -> None:
         self.now_ms += int(seconds * 1000)
 
+    async def pass_time(self, seconds: float) -> None:
+        self.now_ms += int(seconds * 1000)
+
+    async def fill_letters(self, count: int) -> None:
+        for seq in range(1_000_000, 1_000_000 + count):
+            self.local.pure.state.letters[Seq(seq)] = DeadLetter(
+                seq=Seq(seq), attempt=Attempt(1), reason=Reason.FAILED, failures=1, prompt_id=None, why="", at=0.0
+            )
+
     async def lose_payload(self, header: GroupHeader) -> None:
         del self.local.pure.state.payloads[payload_name(header.seq, header.attempt, header.token)]
 
@@ -162,11 +204,19 @@ class PureHarness(Harness):
     async def violations(self) -> list[str]:
         return self.local.pure.violations()
 
+    async def copy(self) -> object:
+        return deepcopy(self.local.pure.state)
+
+    async def go_back(self, copy: object) -> None:
+        assert isinstance(copy, State)
+        self.local.pure.state = deepcopy(copy)
+
 
 class RedisHarness(Harness):
-    def __init__(self, client: Client, keys: Keys) -> None:
+    def __init__(self, client: Client, keys: Keys, *, cluster: bool | None = None) -> None:
         self.client, self.keys = client, keys
-        super().__init__(RedisLedger(client, keys))
+        self.passed_s = 0.0
+        super().__init__(RedisLedger(client, keys, cluster=cluster))
 
     async def serve(self, *versions: Version) -> None:
         await self.client.delete(self.keys.routable)
@@ -180,14 +230,48 @@ class RedisHarness(Harness):
     async def outage(self, seconds: float) -> None:
         await self.client.hincrby(self.keys.state, "seen", -int(seconds * 1000))
 
+    async def pass_time(self, seconds: float) -> None:
+        self.passed_s += seconds
+        for name, at in (("ends", 1), ("readers", 1)):
+            for field, raw in (await self.client.hgetall(self.keys.key(name))).items():
+                parts = raw.decode().split(":")
+                parts[at] = str(int(parts[at]) - int(seconds * 1000))
+                await self.client.hset(self.keys.key(name), field, ":".join(parts))
+
+    async def fill_letters(self, count: int) -> None:
+        letter = orjson.dumps({"a": 1, "f": 1, "r": "failed", "w": "", "at": 0})
+        seqs = range(1_000_000, 1_000_000 + count)
+        await self.client.hset(self.keys.key("letters"), mapping={str(seq): letter for seq in seqs})
+        await self.client.zadd(self.keys.key("letter_seqs"), {str(seq): seq for seq in seqs})
+        await self.client.zadd(self.keys.key("letter_times"), {str(seq): seq - 2_000_000 for seq in seqs})
+
     async def lose_payload(self, header: GroupHeader) -> None:
         assert await self.client.delete(self.keys.payload(header.seq, header.attempt, header.token)) == 1
 
     async def payload_count(self) -> int:
+        if await self.client.exists(self.keys.key("doomed"), self.keys.key("to_persist")):
+            await self.ledger.sweep()
         return len([key async for key in self.client.scan_iter(match=f"rs:payload:{self.keys.run}:*")])
 
     async def violations(self) -> list[str]:
         return await redis_violations(self.client, self.keys)
+
+    async def _names(self) -> list[bytes]:
+        own = [key async for key in self.client.scan_iter(match=self.keys.key("*").replace("[", r"\["), count=1000)]
+        return own + [key async for key in self.client.scan_iter(match=f"rs:payload:{self.keys.run}:*", count=1000)]
+
+    async def copy(self) -> object:
+        return self.passed_s, {name: (await self.client.dump(name), max(0, await self.client.pttl(name))) for name in await self._names()}
+
+    async def go_back(self, copy: object) -> None:
+        assert isinstance(copy, tuple)
+        passed_s, values = copy
+        if names := await self._names():
+            await self.client.delete(*names)
+        for name, (value, ttl) in values.items():
+            await self.client.restore(name, ttl, value)
+        now_s, self.passed_s = self.passed_s, passed_s
+        await self.pass_time(now_s - passed_s)
 
 
 async def redis_violations(client: Client, keys: Keys) -> list[str]:  # noqa: C901 - a list of checks
@@ -197,8 +281,11 @@ async def redis_violations(client: Client, keys: Keys) -> list[str]:  # noqa: C9
     groups = {int(seq): raw for seq, raw in (await client.hgetall(keys.key("groups"))).items()}
     rows = {seq: orjson.loads(raw) for seq, raw in groups.items() if raw != b"T"}
     found = []
-    if set(groups) != set(range(low, high)):
+    again = {seq for seq in groups if seq < low}
+    if set(groups) - again != set(range(low, high)):
         found.append(f"I1: groups {sorted(groups)} are not {low} to {high}")
+    if ended := {seq for seq in again if seq not in rows or rows[seq]["s"] == "dead"}:
+        found.append(f"I1: {sorted(ended)} have come to their end below {low}")
     states = Counter(row["s"] for row in rows.values())
 
     async def members(name: str) -> set[int]:
@@ -228,6 +315,27 @@ async def redis_violations(client: Client, keys: Keys) -> list[str]:  # noqa: C9
             versions.update(row["v"])
     if {version.decode(): int(count) for version, count in (await client.hgetall(keys.key("ready_versions"))).items()} != dict(versions):
         found.append("ready_versions")
+    letters = {int(seq) for seq in await client.hkeys(keys.key("letters"))}
+    if not letters == await members("letter_seqs") == await members("letter_times"):
+        found.append("dead letters are not those in their orders")
+    if alive := {seq for seq in letters & set(groups) if seq not in rows or rows[seq]["s"] != "dead"}:
+        found.append(f"dead letters of groups that are not dead: {sorted(alive)}")
+    chunks = {name.decode(): orjson.loads(raw)["seqs"] for name, raw in (await client.hgetall(keys.key("chunks"))).items()}
+    out = min(int(state.get("spilled", 0)), int(state["trained"]))
+    if any(rows[seq]["b"] for name, seqs in chunks.items() if int(name.split(":")[0]) <= out for seq in seqs):
+        found.append(f"steps up to {out} are spilled and hold bytes")
+    held = {f"{seq}:{row['a']}:{row['t']}" for seq, row in rows.items() if row["s"] in ("ready", "leased", "trained") and row["b"]}
+    waiting = {name.decode() for name in await client.smembers(keys.key("to_persist"))}
+    doomed = {name.decode() for name in await client.smembers(keys.key("doomed"))}
+    if doomed & held:
+        found.append(f"payloads to be deleted that are needed: {sorted(doomed & held)}")
+    prefix = keys.payload(0, 0, "").removesuffix("0:0:")
+    for name in {key.decode().removeprefix(prefix) async for key in client.scan_iter(match=f"{prefix}*")}:
+        stays = await client.ttl(prefix + name) == -1
+        if name in held and not stays and name not in waiting:
+            found.append(f"payload {name} is needed and will expire")
+        if name not in held and stays and name not in doomed:
+            found.append(f"payload {name} is not needed and will stay")
     return found
 
 
@@ -246,12 +354,45 @@ async def on_redis(redis: Client, keys: Keys) -> AsyncIterator[Harness]:
 
 
 @pytest_asyncio.fixture
+async def on_cluster_terms(redis: Client, keys: Keys) -> AsyncIterator[Harness]:
+    """A single node, treated as if payloads lay on others: no script touches them."""
+    harness = RedisHarness(redis, keys, cluster=True)
+    async for checked in _checked(harness):
+        yield checked
+    with contextlib.suppress(RunMissing):
+        while await harness.ledger.sweep():
+            pass
+        assert not (wrong := await harness.violations()), wrong
+
+
+@pytest_asyncio.fixture
+async def on_cluster(three_nodes: Cluster) -> AsyncIterator[Harness]:
+    """A real cluster of three nodes."""
+    client = connect(three_nodes.url, deadline_s=20.0)
+    harness = RedisHarness(client, Keys(f"c-{uuid.uuid4().hex[:12]}"))
+    try:
+        async for checked in _checked(harness):
+            yield checked
+        if names := await harness._names():
+            await client.unlink(*names)
+    finally:
+        await client.aclose()
+
+
+@pytest_asyncio.fixture
 async def on_pure() -> AsyncIterator[Harness]:
     async for harness in _checked(PureHarness()):
         yield harness
 
 
-@pytest.fixture(params=["on_pure", pytest.param("on_redis", marks=pytest.mark.redis)])
+@pytest.fixture(
+    params=[
+        "on_pure",
+        pytest.param("on_redis", marks=pytest.mark.redis),
+        pytest.param("on_cluster_terms", marks=pytest.mark.redis),
+        pytest.param("on_cluster", marks=pytest.mark.cluster),
+    ]
+)
 def world(request: pytest.FixtureRequest) -> Harness:
     harness: Harness = request.getfixturevalue(request.param)
     return harness

@@ -29,7 +29,7 @@ class Server:
         return [ValueError(str(item)) if item % 10 == 9 else item * 2 for item in items]
 
     def commit(self, *, most_size: int = 1000, most_items: int = 100, at_once: int = 1) -> GroupCommit[int, int]:
-        return GroupCommit(self.send, size=abs, most_size=most_size, most_items=most_items, at_once=at_once)
+        return GroupCommit(self.send, size=abs, most_size=most_size, most_items=most_items, at_once=at_once, away=(ConnectionError,))
 
 
 async def settle() -> None:
@@ -80,6 +80,21 @@ async def test_an_item_s_own_error_is_raised_for_it_alone_and_a_failed_send_for_
     lost = await asyncio.gather(*(commit(item) for item in (1, -1)), return_exceptions=True)
     assert [type(problem) for problem in lost] == [ConnectionError, ConnectionError]
     assert await commit(3) == 6
+
+
+async def test_what_waited_while_the_server_was_away_is_not_made_to_wait_again() -> None:
+    server = Server()
+    commit = server.commit(most_items=1)
+    first = asyncio.create_task(commit(3))
+    await settle()
+    second, third = (asyncio.create_task(commit(item)) for item in (-1, 4))
+    await settle()
+    server.open.set()
+    assert await first == 6
+    results = await asyncio.gather(second, third, return_exceptions=True)
+    assert [type(problem) for problem in results] == [ConnectionError, ConnectionError]
+    assert server.batches == [[3], [-1]]
+    assert await commit(5) == 10
 
 
 async def test_a_caller_that_is_cancelled_takes_nothing_from_the_others() -> None:

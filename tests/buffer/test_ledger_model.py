@@ -6,23 +6,26 @@ Every call of `World.event` is one atomic thing that a server or a process does.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 
-from buffer.contract import Blocked, CheckpointRef, ChunkRecord, Granted, Slot
+from buffer.contract import Blocked, CheckpointRef, ChunkRecord, Granted, History, PastStep, Slot
 from buffer.ledger import PureLedger
-from buffer.ledger_state import Rules, payload_name
-from protocol.errors import Fenced, RollstreamError, SlotLost, StepOrder
+from buffer.ledger_state import Rules, State, payload_name
+from protocol.errors import DecodeError, Fenced, LedgerRegressed, RollstreamError, SlotLost, StepOrder
 from protocol.messages import GroupHeader, Reason
-from protocol.versions import Version
+from protocol.versions import Fork, Lineage, Version
 
 from .conftest import IDENTITY, header_for, settings
 
+T = TypeVar("T")
 CHAOS, FAIR = 500, 2500
 GROUPS, CHUNK = 4, 2
 ALL = frozenset(
@@ -38,6 +41,9 @@ ALL = frozenset(
         "checkpoint_commit",
         "incarnation_order",
         "lineage_compare",
+        "regress",
+        "reassert",
+        "rewound",
     }
 )
 
@@ -81,6 +87,27 @@ class Trainer:
     stepped: bool = False
     saving: tuple[int, list[int], list[str]] | None = None
     saved: bool = False
+    # what it presents, and what it tells a ledger that forgot it
+    incarnation_id: str = ""
+    seen: int = 0
+    lineage: Lineage = field(default_factory=lambda: Lineage({0: Fork(0, 0)}, 0))
+    chunks: list[ChunkRecord] = field(default_factory=list)
+    steps: dict[int, PastStep] = field(default_factory=dict)
+    kept: tuple[CheckpointRef, ...] = ()
+
+    def history(self) -> History:
+        covered = self.kept[0].step if len(self.kept) > 1 else 0
+        steps = tuple(dataclasses.replace(past, chunks=()) if step <= covered else past for step, past in sorted(self.steps.items()))
+        return History(incarnations={one: (*fork, "") for one, fork in self.lineage.forks.items()}, checkpoints=self.kept, steps=steps)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's files."""
+
+    done: list[int]
+    weights: list[str]
+    history: History
 
 
 @dataclass(frozen=True)
@@ -90,38 +117,62 @@ class Engine:
 
 
 class World:
-    def __init__(self, seed: int, *, depth: float, broken: frozenset[str] = frozenset(), exact: bool = True) -> None:
+    def __init__(self, seed: int, *, depth: float, broken: frozenset[str] = frozenset(), exact: bool = True, loses: bool = False) -> None:
         self.random = random.Random(seed)
+        self.loses = loses
+        self.copy: State | None = None
+        self.lost = False
+        """The server went back, and the trainer has not told it yet."""
+        self.holes = False
         self.keeps = ALL - broken
         tokens = (f"t{n}" for n in itertools.count())
         config = settings(
             groups_per_step=GROUPS, chunk_groups=CHUNK, pipeline_depth=depth, max_staleness=3, slot_seconds=4.0, max_attempts=1000, byte_budget=2000
         )
         self.ledger = PureLedger(IDENTITY, config, rules=Rules.without(*broken), new_token=lambda: next(tokens))
-        self.state = self.ledger.state
         self.depth, self.exact = depth, exact
         self.now_ms = 0
         self.chaos = True
         self.names = itertools.count()
         self.producers = [self._producer(), self._producer()]
-        self.disk: dict[tuple[int, int], tuple[list[int], list[str]]] = {(0, 0): ([], ["w0"])}
+        self.disk: dict[tuple[int, int], Saved] = {(0, 0): Saved([], ["w0"], History(incarnations={}, checkpoints=(), steps=()))}
         self.written_by: dict[str, str] = {}
         self.pointer: Engine | None = None
         self.engines: list[Engine | None] = [None, None]
         self.zombies: list[Trainer] = []
+        self.everybody: list[Trainer] = []
         self.trainer = self._boot()
+
+    @property
+    def state(self) -> State:
+        return self.ledger.state
 
     def _producer(self) -> Producer:
         return Producer(f"p{next(self.names)}")
 
     def _boot(self) -> Trainer:
+        beyond = [one for one in self.disk if (one[1], one[0]) > (self.state.incarnation, self.state.trained)] if self.lost else []
+        if beyond:  # rule R1: the checkpoint is the truth
+            newest_on_disk = max(beyond, key=lambda one: (one[1], one[0]))
+            history = self.disk[newest_on_disk].history
+            self.ledger.reassert(newest_on_disk[1], "", dataclasses.replace(history, checkpoints=(*history.checkpoints[-1:], _reference(newest_on_disk))))
         registered = {(one.step, one.incarnation): one for one in self.state.checkpoints}
         at = max(registered, default=(0, 0)) if "checkpoint_commit" in self.keeps else max(self.disk)
-        done, weights = self.disk[at]
-        newest = CheckpointRef(step=at[0], incarnation=at[1], digest=weights[-1], path="") if at[0] else None
-        attachment = self.ledger.attach(newest, incarnation_id=f"i{next(self.names)}")
-        self._publish(Engine(Version(attachment.incarnation, at[0]), weights[-1]))
-        return Trainer(attachment.incarnation, at[0] + 1, list(weights), list(done))
+        saved = self.disk[at]
+        name, above = f"i{next(self.names)}", max((one.incarnation for one in self.everybody), default=0) if self.loses else 0
+        attachment = self.ledger.attach(_reference(at) if at[0] else None, incarnation_id=name, above=above)
+        self._publish(Engine(Version(attachment.incarnation, at[0]), saved.weights[-1]))
+        trainer = Trainer(attachment.incarnation, at[0] + 1, list(saved.weights), list(saved.done), incarnation_id=name, seen=self.state.sequence)
+        trainer.lineage, trainer.kept = attachment.lineage, tuple(self.state.checkpoints)
+        trainer.steps = {past.step: past for past in saved.history.steps}
+        self.everybody.append(trainer)
+        self.lost = False
+        return trainer
+
+    def _ask(self, trainer: Trainer, call: Callable[..., T], *args: object, **options: object) -> T:
+        answer = call(*args, incarnation_id=trainer.incarnation_id, seen=trainer.seen, **options)
+        trainer.seen = self.state.sequence
+        return answer
 
     def _publish(self, new: Engine) -> None:
         """The pointer moves forward only, by incarnation first."""
@@ -169,6 +220,11 @@ class World:
             for name in self.state.unpersisted - coming:
                 self.state.payloads.pop(name, None)
             self.state.unpersisted &= coming
+        elif dice < 0.97 and self.loses:
+            if self.copy is not None and dice < 0.95:
+                self.ledger.state, self.lost = copy.deepcopy(self.copy), True
+            else:
+                self.copy = copy.deepcopy(self.state)
 
     def _produce(self, producer: Producer) -> None:
         if not producer.slots and not producer.puts:
@@ -212,12 +268,13 @@ class World:
 
     def _check_writer(self, slot: Slot, engine: Engine) -> None:
         """Nothing is generated that the guard would reject, and nothing by weights that the line does not have."""
-        if self.state.groups[slot.seq].token != slot.token:
+        group = self.state.groups.get(slot.seq)
+        if self.lost or group is None or group.token != slot.token:
             return  # its slot is lost, and it does not know yet
         version = engine.version
         if version.n > self.state.trained or self.trainer.weights[version.n] != engine.weights:
             raise Broken(f"group {slot.seq} is generated by {version}, which is not on the line")
-        if self.depth == 0 and version.n != self.state.trained:
+        if self.depth == 0 and version.n != self.state.trained and not self.holes:  # a hole admits one group a step too early, which the guard then refuses
             raise Broken(f"group {slot.seq} at D = 0 is generated by {version} after step {self.state.trained}")
 
     def _put(self, producer: Producer) -> None:
@@ -229,7 +286,9 @@ class World:
         if not put.in_ledger:
             try:
                 stored = self.ledger.put(put.header)
-            except SlotLost:
+            except (SlotLost, DecodeError) as problem:
+                if isinstance(problem, DecodeError) and not self.loses:
+                    raise
                 producer.puts.pop(0)
                 return
             if stored is None:  # it expired between the two
@@ -246,30 +305,48 @@ class World:
         try:
             if trainer.saving is not None and self.random.random() < 0.3:
                 self._save(trainer)
-            elif len(trainer.leased) < GROUPS:
+            elif trainer.chunk < GROUPS // CHUNK:
                 self._lease(trainer)
             elif not trainer.stepped:
                 self._step(trainer)
             else:
                 self._trained(trainer)
+        except LedgerRegressed:
+            if trainer is self.trainer:
+                self._mend(trainer)
+            else:
+                self.zombies.remove(trainer)
         except (Fenced, StepOrder):
             if trainer is self.trainer:
                 raise
             self.zombies.remove(trainer)
 
+    def _mend(self, trainer: Trainer) -> None:
+        """Re-assert, and go on with the same step: what was leased for it and not stepped is given up, a step that was stepped is in the history."""
+        if not self.loses:
+            raise Broken("a loss was seen where there was none")
+        self.ledger.reassert(trainer.incarnation, trainer.incarnation_id, trainer.history())
+        trainer.seen, self.lost, self.copy = self.state.sequence, False, None
+        if not trainer.stepped:
+            trainer.chunk, trainer.leased, trainer.chunks = 0, [], []
+
     def _save(self, trainer: Trainer) -> None:
         assert trainer.saving is not None
         step, done, weights = trainer.saving
         if not trainer.saved:
-            self.disk[step, trainer.incarnation] = (done, weights)
+            self.disk[step, trainer.incarnation] = Saved(done, weights, trainer.history())
             trainer.saved = True
             return
+        trainer.kept = self._ask(trainer, self.ledger.checkpoint, trainer.incarnation, _reference((step, trainer.incarnation)), keep=2)
         trainer.saving, trainer.saved = None, False
-        self.ledger.checkpoint(trainer.incarnation, CheckpointRef(step=step, incarnation=trainer.incarnation, digest=weights[-1], path=""), keep=2)
 
     def _lease(self, trainer: Trainer) -> None:
-        record = self.ledger.open_step(trainer.incarnation, trainer.step) if trainer is self.trainer else None
-        chunk = self.ledger.lease(self.now_ms, trainer.incarnation, trainer.step, trainer.chunk)
+        record = self._ask(trainer, self.ledger.open_step, trainer.incarnation, trainer.step) if trainer is self.trainer else None
+        chunk = self._ask(trainer, self.ledger.lease, self.now_ms, trainer.incarnation, trainer.step, trainer.chunk)
+        for header in chunk.headers if self.loses and isinstance(chunk, ChunkRecord) else ():
+            if payload_name(header.seq, header.attempt, header.token) not in self.state.payloads:  # it went with a loss
+                self.holes = True
+                chunk = self._ask(trainer, self.ledger.payload_lost, trainer.incarnation, trainer.step, trainer.chunk, header.seq)
         if isinstance(chunk, Blocked):
             return
         for header in chunk.headers:
@@ -283,16 +360,17 @@ class World:
                 assert record is not None
                 self._check_age(trainer, chunk, header, self.written_by[name])
         trainer.leased += [int(header.seq) for header in chunk.headers]
+        trainer.chunks.append(chunk)
         trainer.chunk += 1
 
     def _check_age(self, trainer: Trainer, chunk: ChunkRecord, header: GroupHeader, written_by: str) -> None:
         age = chunk.record.lineage.staleness(header.oldest, trainer.step)
-        if age > self.state.bound:
+        if age > self.state.policy.bound:
             raise Broken(f"step {trainer.step} takes a group of staleness {age}")
         on_line = chunk.record.incarnation == trainer.incarnation and chunk.record.lineage.contains(header.oldest)
         if on_line and trainer.weights[header.oldest.n] != written_by:
             raise Broken(f"version {header.oldest} is on the line, but its weights are not")
-        if self.depth == 0 and self.exact and written_by != trainer.weights[-1]:
+        if self.depth == 0 and written_by != trainer.weights[-1]:
             raise Broken(f"step {trainer.step} at D = 0 takes a group that other weights wrote")
 
     def _step(self, trainer: Trainer) -> None:
@@ -302,15 +380,19 @@ class World:
         trainer.weights.append(hashlib.sha256(f"{trainer.weights[-1]}{trainer.leased}{seed}".encode()).hexdigest()[:12])
         if trainer is self.trainer and len(set(trainer.done)) < len(trainer.done):
             raise Broken("a group is trained twice in one line")
+        seqs = tuple(header.seq for chunk in trainer.chunks for header in chunk.headers)
+        trainer.steps[trainer.step] = PastStep(
+            step=trainer.step, incarnation=trainer.incarnation, digest=trainer.weights[-1], seqs=seqs, chunks=tuple(trainer.chunks)
+        )
 
     def _trained(self, trainer: Trainer) -> None:
-        self.ledger.trained(trainer.incarnation, trainer.step, trainer.weights[-1])
-        if len(trainer.done) != self.state.trained_groups:
+        trainer.lineage = self._ask(trainer, self.ledger.trained, trainer.incarnation, trainer.step, trainer.weights[-1]).lineage
+        if trainer is self.trainer and not self.lost and len(trainer.done) != self.state.trained_groups:
             raise Broken(f"the weights learnt from {len(trainer.done)} groups, the ledger says {self.state.trained_groups}")
         self._publish(Engine(Version(trainer.incarnation, trainer.step), trainer.weights[-1]))
         if trainer.step % 2 == 0:
             trainer.saving, trainer.saved = (trainer.step, list(trainer.done), list(trainer.weights)), False
-        trainer.step, trainer.chunk, trainer.leased, trainer.stepped = trainer.step + 1, 0, [], False
+        trainer.step, trainer.chunk, trainer.leased, trainer.chunks, trainer.stepped = trainer.step + 1, 0, [], [], False
 
     # a whole life -----------------------------------------------------------------------------------------------------------
 
@@ -336,9 +418,13 @@ class World:
                 raise Broken(wrong[0])
 
 
-def lives(seeds: int, *, depth: float, broken: frozenset[str] = frozenset(), exact: bool = True) -> list[str]:
+def _reference(at: tuple[int, int]) -> CheckpointRef:
+    return CheckpointRef(step=at[0], incarnation=at[1], digest="", path="")
+
+
+def lives(seeds: int, *, depth: float, broken: frozenset[str] = frozenset(), exact: bool = True, loses: bool = False) -> list[str]:
     """What broke in each life that broke."""
-    ends = (World(seed, depth=depth, broken=broken, exact=exact).run() for seed in range(seeds))
+    ends = (World(seed, depth=depth, broken=broken, exact=exact, loses=loses).run() for seed in range(seeds))
     return [end for end in ends if end is not None]
 
 
@@ -347,26 +433,35 @@ def test_nothing_breaks_with_all_rules(depth: float) -> None:
     assert lives(100, depth=depth) == []
 
 
-def test_nothing_breaks_when_a_resumed_trainer_computes_other_weights() -> None:
-    assert lives(100, depth=1.0, exact=False) == []
+@pytest.mark.parametrize("depth", [0.0, 1.0])
+def test_nothing_breaks_when_a_resumed_trainer_computes_other_weights(depth: float) -> None:
+    assert lives(100, depth=depth, exact=False) == []
+
+
+@pytest.mark.parametrize(("depth", "exact"), [(0.0, True), (1.0, True), (1.0, False)])
+def test_nothing_breaks_when_the_server_loses_what_it_acknowledged(depth: float, exact: bool) -> None:
+    assert lives(100, depth=depth, exact=exact, loses=True) == []
 
 
 @pytest.mark.parametrize(
-    ("broken", "depth", "exact"),
+    ("broken", "depth", "exact", "loses"),
     [
-        ("partial_grant", 0.0, True),
-        ("named_heartbeat request_id", 0.0, True),
-        ("persist_in_put", 1.0, True),
-        ("min_version", 0.0, True),
-        ("lineage_compare", 1.0, True),
-        ("incarnation_order", 0.0, True),
-        ("fencing", 1.0, True),
-        ("checkpoint_commit", 1.0, True),
+        ("partial_grant", 0.0, True, False),
+        ("named_heartbeat request_id", 0.0, True, False),
+        ("persist_in_put", 1.0, True, False),
+        ("min_version", 0.0, True, False),
+        ("lineage_compare", 1.0, True, False),
+        ("incarnation_order", 0.0, True, False),
+        ("fencing", 1.0, True, False),
+        ("checkpoint_commit", 1.0, True, False),
+        ("rewound", 0.0, False, False),
+        ("regress", 1.0, True, True),
+        ("reassert", 1.0, True, True),
     ],
 )
-def test_the_model_notices_a_missing_rule(broken: str, depth: float, exact: bool) -> None:
+def test_the_model_notices_a_missing_rule(broken: str, depth: float, exact: bool, loses: bool) -> None:
     missing = frozenset(broken.split())
-    assert any(World(seed, depth=depth, broken=missing, exact=exact).run() for seed in range(200))
+    assert any(World(seed, depth=depth, broken=missing, exact=exact, loses=loses).run() for seed in range(200))
 
 
 # -- rules whose breach takes more than a life of chance -----------------------------------------------------------------------------------------

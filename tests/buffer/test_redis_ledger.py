@@ -12,8 +12,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from buffer import redis_ledger
+from buffer import redis_put
 from buffer.contract import Blocked, ChunkRecord, PutResult
+from buffer.redis_ledger import RedisLedger
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
 from protocol.errors import RedisUnavailable, SchemaTooNew, SlotLost
@@ -33,8 +34,8 @@ async def test_a_producer_that_dies_between_payload_and_ledger_leaves_nothing_th
     await on_redis.start()
     (slot,) = await on_redis.reserve(1)
     key = on_redis.keys.payload(slot.seq, slot.attempt, slot.token)
-    await on_redis.client.set(key, b"half a put", nx=True, px=redis_ledger.PAYLOAD_TTL_S * 1000)  # and here it dies
-    assert 0 < await on_redis.client.ttl(key) <= redis_ledger.PAYLOAD_TTL_S
+    await on_redis.client.set(key, b"half a put", nx=True, px=redis_put.PAYLOAD_TTL_S * 1000)  # and here it dies
+    assert 0 < await on_redis.client.ttl(key) <= redis_put.PAYLOAD_TTL_S
     await on_redis.advance(61)
     (again,) = await on_redis.reserve(1)
     assert (again.seq, again.attempt) == (slot.seq, 2)
@@ -47,19 +48,19 @@ async def test_a_producer_that_dies_between_payload_and_ledger_leaves_nothing_th
 async def test_a_payload_that_expires_before_its_put_is_set_again(on_redis: RedisHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     await on_redis.start()
     (slot,) = await on_redis.reserve(1)
-    send = redis_ledger.RedisLedger._set_and_call
+    send = redis_put.PutPath.one_server
     sent: list[int] = []
 
-    async def expires_first(self: redis_ledger.RedisLedger, key: str, payload: bytes, args: list[str | int | bytes]) -> object:
-        sent.append(len(payload))
+    async def expires_first(self: redis_put.PutPath, request: redis_put.PutRequest) -> redis_put.Reply:
+        sent.append(len(request.payload))
         if len(sent) == 1:
-            await on_redis.client.set(key, b"", px=1000)  # the ledger finds something else than was sent
-            reply = await send(self, key, payload, args)
-            await on_redis.client.delete(key)
+            await on_redis.client.set(request.key, b"", px=1000)  # the ledger finds something else than was sent
+            reply = await send(self, request)
+            await on_redis.client.delete(request.key)
             return reply
-        return await send(self, key, payload, args)
+        return await send(self, request)
 
-    monkeypatch.setattr(redis_ledger.RedisLedger, "_set_and_call", expires_first)
+    monkeypatch.setattr(redis_put.PutPath, "one_server", expires_first)
     await on_redis.put(slot, Version(1, 0))
     assert sent == [50, 50]
     assert (await on_redis.ledger.status()).ready == 1
@@ -107,6 +108,54 @@ async def test_scripts_survive_a_server_that_forgot_them(on_redis: RedisHarness)
     assert (await on_redis.ledger.status()).ready == 1
 
 
+# -- what a sweep finishes ---------------------------------------------------------------------------------------------------------------------
+
+
+async def test_sweeps_delete_a_bounded_number_and_any_number_of_processes_may_do_them_at_once(on_cluster_terms: RedisHarness) -> None:
+    harness = on_cluster_terms
+    await harness.start(settings(groups_per_step=300, chunk_groups=300, max_attempts=1))
+    headers = await harness.produce(300, Version(1, 0))
+    assert await harness.ledger.set_aside(1, [(header.seq, header.token) for header in headers]) == 300
+    assert await harness.client.scard(harness.keys.key("doomed")) == 300
+    assert await harness.ledger.sweep() == 256
+    others = [RedisLedger(harness.client, harness.keys, cluster=True) for _ in range(3)]
+    assert sum(await asyncio.gather(*(other.sweep() for other in others))) >= 44
+    assert await harness.ledger.sweep() == 0
+    assert await harness.payload_count() == 0
+
+
+async def test_a_payload_that_was_dropped_while_a_sweep_made_it_stay_is_deleted_by_the_next(
+    on_cluster_terms: RedisHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = on_cluster_terms
+    await harness.start()
+    (slot,) = await harness.reserve(1)
+    key = harness.keys.payload(slot.seq, slot.attempt, slot.token)
+    persist, ledger = harness.client.persist, harness.ledger
+    assert isinstance(ledger, RedisLedger)
+
+    async def stops_there(_key: str) -> None:
+        """A producer that is gone after its script."""
+
+    with monkeypatch.context() as death:
+        death.setattr(ledger._puts, "_acknowledge", stops_there)
+        header = await harness.put(slot, Version(1, 0))
+    await harness.client.expire(key, 100)
+
+    async def meanwhile(name: str) -> object:
+        await harness.ledger.set_aside(1, [(header.seq, header.token)])
+        assert await RedisLedger(harness.client, harness.keys, cluster=True).sweep() == 1
+        await harness.client.set(name, b"a put of the same attempt, sent again", px=100_000)
+        return await persist(name)
+
+    with monkeypatch.context() as race:
+        race.setattr(harness.client, "persist", meanwhile)
+        assert await harness.ledger.sweep() == 1
+    assert await harness.client.ttl(key) == -1
+    assert await harness.ledger.sweep() == 1
+    assert await harness.client.exists(key) == 0
+
+
 # -- a full server -----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -147,9 +196,24 @@ async def test_at_maxmemory_intake_stops_and_everything_that_drains_goes_on(own:
     before = await own.payload_count()
     await own.checkpoint(2, 2)
     assert await own.payload_count() == before - 4
+    await own.ledger.sweep()
     await own.ledger.drain(2, "full")
     status = await own.ledger.status()
     assert (status.trained, status.released, status.generating) == (2, 2, 1)
+    assert await redis_violations(own.client, own.keys) == []
+
+
+async def test_at_maxmemory_steps_are_spilled_and_recorded_groups_leave(own: RedisHarness) -> None:
+    await own.start(settings(spill="spill", byte_budget=800))
+    await own.produce(6, Version(1, 0))
+    await own.train(1, 1)
+    recorded = await own.ledger.ready(1)
+    await _fill(own.client)
+    await own.ledger.spilled(1, 1)
+    assert await own.ledger.set_aside(1, [(header.seq, header.token) for header in recorded]) == 1
+    assert await own.ledger.sweep() == 0
+    assert await own.payload_count() == 1
+    assert (await own.ledger.status()).bytes_used == 50
     assert await redis_violations(own.client, own.keys) == []
 
 
@@ -167,7 +231,7 @@ async def test_every_ledger_key_shares_the_hash_tag_and_deleting_the_run_leaves_
     assert len(payloads) == 6
     assert all(key.startswith(f"rs:{{{run}}}:") for key in found - payloads)
     ledger = on_redis.ledger
-    assert isinstance(ledger, redis_ledger.RedisLedger)
+    assert isinstance(ledger, RedisLedger)
     assert await ledger.delete_run() == len(found)
     assert not [key async for key in on_redis.client.scan_iter(match=f"*{run}*")]
 
@@ -253,12 +317,30 @@ async def test_the_audit_stream_tells_every_change_once(on_redis: RedisHarness) 
     assert found["bound"] == {"seq": 0, "prompt_id": 'row "7"'}
     assert found["put"] == {
         "seq": 1, "attempt": 1, "producer_id": "producer", "bytes": 50, "tokens": {"1:0": 10}, "trained": 0, "lag": {"0": 10}, "rewards": [0.5, 1.0],
+        "lengths": [3, 4],
     }  # fmt: skip
     assert found["trained"] == {"step": 1, "incarnation": 1, "digest": "w1", "groups": 2, "stats": {"loss": 0.25}}
     assert found["leased"] == {"step": 1, "chunk": 0, "revision": 0, "seqs": [0, 1], "incarnation": 2, "replay": True}
     assert found["dead"] == {"seq": 2, "attempt": 2, "reason": "filtered"}
     assert found["attached"]["parent"] == 1
     assert found["checkpoint"]["kept"] == [[1, 1]]
+
+
+async def test_the_audit_stream_says_why_a_group_ended_and_how_long_its_rollouts_were(on_redis: RedisHarness) -> None:
+    await on_redis.start(settings(max_attempts=1))
+    first, second, third = await on_redis.reserve(3)
+    await on_redis.ledger.release(first.seq, first.token, Reason.FAILED, why='engine "0" left', lengths=(7, 9))
+    await on_redis.ledger.release(second.seq, second.token, Reason.GIVEN_BACK)
+    header = await on_redis.put(third, Version(1, 0))
+    await on_redis.ledger.set_aside(1, [(header.seq, header.token)])
+    await on_redis.ledger.requeue([first.seq])
+    events = [event for event in await _audit(on_redis) if event[0] in ("released", "dead", "requeued")]
+    assert events == [
+        ("dead", {"seq": 0, "attempt": 1, "reason": "failed", "why": 'engine "0" left', "lengths": [7, 9]}),
+        ("released", {"seq": 1, "attempt": 1, "reason": "given_back"}),
+        ("dead", {"seq": 2, "attempt": 1, "reason": "recorded"}),
+        ("requeued", {"seqs": [0]}),
+    ]
 
 
 async def test_publish_lag_is_counted_by_tokens_when_a_group_is_put(on_redis: RedisHarness) -> None:

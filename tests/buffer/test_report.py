@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from buffer.audit import read_audit
-from buffer.report import surviving, totals
+from buffer.report import RunTotals, surviving, totals
 from buffer.witness import WitnessLine
 from protocol.messages import Event, JsonValue, Reason
 from protocol.versions import Version
@@ -45,6 +45,31 @@ def test_a_step_in_one_record_only_is_a_disagreement() -> None:
     trained = {"step": 2, "incarnation": 1, "digest": "w1:2", "groups": 1, "stats": {}}
     found = totals(events(("reserved", {"owner": "p", "slots": [[0, 1]]}), ("trained", dict(trained))), [line(1, (0,)), line(3, (0,))])
     assert len([text for text in found.disagreements if "not in" in text or "are not 1 to" in text]) == 3
+
+
+@pytest.mark.redis
+async def test_a_group_that_was_queued_again_is_not_dead_any_more(on_redis: RedisHarness, tmp_path: Path) -> None:
+    await on_redis.start(settings(groups_per_step=2, chunk_groups=2, max_attempts=1))
+    again, failed, recorded, *taken = await on_redis.reserve(4)
+    for slot in (again, failed):
+        await on_redis.ledger.release(slot.seq, slot.token, Reason.FAILED)
+    header = await on_redis.put(recorded, Version(1, 0))
+    await on_redis.ledger.set_aside(1, [(header.seq, header.token)])
+
+    async def found(*witness: WitnessLine) -> RunTotals:
+        return totals(await read_audit(tmp_path / "none", on_redis.client, on_redis.keys), witness, await on_redis.ledger.status())
+
+    assert await on_redis.ledger.requeue([again.seq]) == (again.seq,)
+    queued = await found()
+    assert (queued.groups_dead, queued.groups_outstanding, queued.groups_lost) == ({Reason.FAILED: 1, Reason.RECORDED: 1}, 2, 0)
+    (back,) = await on_redis.reserve(1)
+    assert back.seq == again.seq
+    for slot in (back, *taken):
+        await on_redis.put(slot, Version(1, 0))
+    await on_redis.train(1, 1, "w1:1")
+    trained = await found(line(1, (back.seq, *(slot.seq for slot in taken))))
+    assert (trained.groups_trained, trained.groups_dead, trained.groups_outstanding, trained.groups_lost) == (2, queued.groups_dead, 0, 0)
+    assert trained.disagreements == ()
 
 
 @pytest.mark.redis

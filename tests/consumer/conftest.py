@@ -157,6 +157,7 @@ def header_of(group: RolloutGroup, *, seq: int, attempt: int, token: str, payloa
         producer_id="test",
         group_size=len(group.rollouts),
         lengths=tuple(len(rollout.tokens) for rollout in group.rollouts),
+        sampled=tuple(int(rollout.mask.sum()) for rollout in group.rollouts),
         trainable=trainable,
         oldest=min(trainable),
         rewards=tuple(rollout.reward for rollout in group.rollouts),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 
+import numpy as np
 import pytest
-import torch
 
 from consumer.advantages import ADVANTAGES, STD_FLOOR, group_mean, group_std
 
@@ -18,7 +18,7 @@ def random_rewards(groups: int, size: int) -> list[list[float]]:
 
 def test_group_std_equals_the_formula():
     rewards = random_rewards(50, 8)
-    result = group_std(torch.tensor(rewards, dtype=torch.float64)).tolist()
+    result = group_std(np.array(rewards, dtype=np.float64)).tolist()
     for row, advantages in zip(rewards, result, strict=True):
         mean, deviation = statistics.fmean(row), statistics.stdev(row)
         assert advantages == pytest.approx([(r - mean) / (deviation + STD_FLOOR) for r in row], abs=1e-6)
@@ -26,7 +26,7 @@ def test_group_std_equals_the_formula():
 
 def test_group_mean_equals_the_formula():
     rewards = random_rewards(50, 4)
-    result = group_mean(torch.tensor(rewards, dtype=torch.float64)).tolist()
+    result = group_mean(np.array(rewards, dtype=np.float64)).tolist()
     for row, advantages in zip(rewards, result, strict=True):
         assert advantages == pytest.approx([r - statistics.fmean(row) for r in row], abs=1e-7)
 
@@ -34,18 +34,18 @@ def test_group_mean_equals_the_formula():
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [0.0] * 8, [1e30] * 4, [0.7], [-1e-9] * 7])
 def test_equal_rewards_and_single_rollouts_have_exactly_no_advantage(name: str, rewards: list[float]):
-    assert ADVANTAGES[name](torch.tensor([rewards], dtype=torch.float64)).tolist() == [[0.0] * len(rewards)]
+    assert ADVANTAGES[name](np.array([rewards], dtype=np.float64)).tolist() == [[0.0] * len(rewards)]
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_groups_do_not_mix(name: str):
-    rewards = torch.tensor(random_rewards(6, 5), dtype=torch.float64)
+    rewards = np.array(random_rewards(6, 5), dtype=np.float64)
     whole = ADVANTAGES[name](rewards)
-    assert torch.equal(whole, torch.cat([ADVANTAGES[name](row[None]) for row in rewards]))
-    assert whole.dtype == torch.float32
+    assert np.array_equal(whole, np.concatenate([ADVANTAGES[name](row[None]) for row in rewards]))
+    assert whole.dtype == np.float32
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_nearly_equal_and_huge_rewards_stay_finite(name: str):
-    rewards = torch.tensor([[1.0, 1.0 + 1e-12, 1.0], [1e18, -1e18, 0.0]], dtype=torch.float64)
-    assert torch.isfinite(ADVANTAGES[name](rewards)).all()
+    rewards = np.array([[1.0, 1.0 + 1e-12, 1.0], [1e18, -1e18, 0.0]], dtype=np.float64)
+    assert np.isfinite(ADVANTAGES[name](rewards)).all()

@@ -16,6 +16,7 @@ from buffer.audit import read_audit
 from buffer.contract import RunState, TrainedReply
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
+from buffer.storage import open_storage
 from buffer.witness import read_witness
 from consumer.checkpoint import CheckpointDamaged, write_checkpoint
 from consumer.config import TrainerDaemonConfig
@@ -24,7 +25,7 @@ from consumer.journal import read_journal
 from protocol.codec import encode_group
 from protocol.config import validate
 from protocol.connection import Client
-from protocol.errors import EXIT_CONFIG, ConfigError, Fenced
+from protocol.errors import EXIT_CONFIG, ConfigError, Fenced, RunExists
 from protocol.identity import identify
 from protocol.keys import Keys
 from protocol.messages import Edge, Manifest, TrainerStatus
@@ -81,9 +82,9 @@ async def test_a_run_trains_every_group_once_and_its_records_agree(redis: Client
 
 
 async def test_a_waiting_trainer_says_for_what_and_since_when_and_stops_at_the_last_whole_step(
-    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ):
-    config, stop = configured(make_config()), asyncio.Event()
+    config, stop = configured(make_config(run__stall_seconds=1e-6)), asyncio.Event()
     producing(keys, limit=4 * 2 + 2)
     presence = Presence(redis, keys, "trainer", TrainerStatus)
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -92,6 +93,8 @@ async def test_a_waiting_trainer_says_for_what_and_since_when_and_stops_at_the_l
             await asyncio.sleep(0.05)
         assert members[0].waiting_since > 0
         assert (members[0].step, members[0].incarnation) == (3, 1)
+        assert 0 < members[0].moved_at <= members[0].waiting_since
+        assert any("training is blocked" in record.message and "no group" in record.message for record in caplog.records)
         stop.set()
     ledger = RedisLedger(redis, keys)
     status = await ledger.status()
@@ -224,3 +227,32 @@ async def test_a_publisher_that_fails_ends_the_trainer_before_it_waits_for_ever(
             await trained(config, redis)
     assert raised.value.subgroup(ValueError) is not None
     assert (await RedisLedger(redis, keys).status()).state is RunState.OPEN
+
+
+async def test_a_run_with_a_spill_trains_past_its_budget_and_the_spill_has_what_left(
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], tmp_path: Path
+):
+    charge = 6000
+    spill = {"buffer__spill": str(tmp_path / "spill"), "buffer__byte_budget": 9 * charge, "checkpoint__every_steps": 0, "checkpoint__every_seconds": 0.0}
+    config = configured(make_config(stop__steps=16, **spill))
+    producing(keys, charge=charge)
+    await trained(config, redis)
+
+    recording = open_storage(config.buffer, keys.run).spill
+    assert recording is not None
+    witness = {line.step: line for line in read_witness(config.run.folder / "witness.jsonl")}
+    assert len(witness) == 16
+    steps = recording.steps()
+    assert steps == list(range(1, len(steps) + 1))
+    assert steps
+    for step in steps:
+        found = recording.read_step(step)
+        assert (found.incarnation, found.digest) == (1, witness[step].digest)
+        assert [header.seq for chunk in found.chunks for header in chunk.headers] == list(witness[step].seqs)
+        assert all(payload for payloads in found.payloads for payload in payloads)
+    about = recording.about()
+    assert (about.run, about.settings) == (keys.run, config.buffer)
+    status = await RedisLedger(redis, keys).status()
+    assert status.bytes_used <= config.buffer.byte_budget
+    with pytest.raises(RunExists, match="steps of an earlier run"):
+        await trained(config, redis)

@@ -169,13 +169,16 @@ def test_an_existing_run_or_record_is_never_made_anew_and_another_identity_never
         shutil.rmtree(config.run.folder)
 
 
+@pytest.mark.parametrize(("spill", "told"), [("", "set buffer.spill"), ("spill", "(D + 2) * B groups")])
 def test_the_budget_message_names_the_number_that_is_then_enough(
-    as_file: Callable[..., Path], make_config: Callable[..., Tables], capsys: pytest.CaptureFixture[str]
+    spill: str, told: str, as_file: Callable[..., Path], make_config: Callable[..., Tables], capsys: pytest.CaptureFixture[str]
 ):
-    tables = make_config(buffer__byte_budget=1)
+    tables = make_config(buffer__byte_budget=1, buffer__spill=spill)
     config = validate(TrainerDaemonConfig, tables, source="test")
     needed = byte_budget_needed(buffer=config.buffer, rollout=config.rollout, checkpoint=config.checkpoint)
-    assert str(needed) in refused(capsys, ["-c", str(as_file(tables)), "--resume"])
+    text = refused(capsys, ["-c", str(as_file(tables)), "--resume"])
+    assert str(needed) in text
+    assert told in text
     tables["buffer"]["byte_budget"] = needed
     assert "does not exist" in refused(capsys, ["-c", str(as_file(tables)), "--resume"])
 
@@ -212,7 +215,7 @@ def test_going_back_to_a_step_goes_with_resume(write: Callable[..., Path], capsy
     with pytest.raises(SystemExit) as raised:
         main(["-c", str(write()), "--new", "--from-step", "4"])
     assert raised.value.code == EXIT_CONFIG
-    assert "--from-step goes with --resume" in capsys.readouterr().err
+    assert "--from-step goes with --resume or --shadow" in capsys.readouterr().err
 
 
 def test_runs_that_share_checkpoint_dir_have_folders_of_their_own(make_config: Callable[..., Tables], tmp_path: Path):

@@ -20,7 +20,15 @@ from protocol.versions import Version
 from weightsync.channel import Channel
 from weightsync.registry import Registry
 
-STATS = {"reward": 0.75, "tokens": 18, "masked": 2, "staleness": {"0": 12, "1": 6}, "seconds": 0.5, "wait_s": 0.1}
+STATS = {
+    "reward": 0.75,
+    "tokens": 18,
+    "masked": 2,
+    "staleness": {"0": 12, "1": 6},
+    "bias": {"trained": {"16": 18}, "masked": {"16": 2}, "masked_age": {"1": 2}},
+    "seconds": 0.5,
+    "wait_s": 0.1,
+}
 SETTINGS = BufferConfig(groups_per_step=2, pipeline_depth=1.0, chunk_groups=2, byte_budget=1_000_000)
 
 
@@ -65,6 +73,7 @@ async def make_run(client: Client, keys: Keys) -> RedisLedger:
             producer_id="producer-0",
             group_size=1,
             lengths=(12,),
+            sampled=(10,),
             trainable={Version(1, 0): 10},
             oldest=Version(1, 0),
             rewards=(0.5,),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from buffer.audit import AuditSpill
 from deploy import live
 from deploy.cli import main
 from deploy.look import show_config
@@ -43,6 +44,13 @@ def test_every_command_of_the_design_has_help(capsys: pytest.CaptureFixture[str]
         ["engines"],
         ["weights"],
         ["summary"],
+        ["letters", "list"],
+        ["letters", "show"],
+        ["letters", "requeue"],
+        ["bias"],
+        ["runs", "list"],
+        ["runs", "delete"],
+        ["runs", "fork"],
         ["config", "check"],
         ["config", "show"],
         ["demo"],
@@ -231,6 +239,33 @@ async def test_the_summary_of_a_run_by_hand_is_written_beside_its_record_and_mov
     assert json.loads((folder / "summary.json").read_bytes())["groups_reserved"] == 3
     assert await asyncio.to_thread(main, ["summary", "-c", path, "--set", f"redis.url=unix://{tmp_path}/nobody.sock"]) == 0
     assert "3 reserved" in capsys.readouterr().out
+
+
+@pytest.mark.redis
+async def test_bias_is_a_table_for_people_and_json_for_programs_of_a_live_run_and_of_one_that_ended(
+    capsys: pytest.CaptureFixture[str], redis: Client, keys: Keys, tmp_path: Path, small_run: Callable[[], Awaitable[object]]
+):
+    await small_run()
+    url = f"unix://{redis.connection_pool.connection_kwargs['path']}"
+    path, folder = str(config_file(tmp_path, url, keys.run)), tmp_path / "run"
+
+    async def ask(*words: str) -> str:
+        assert await asyncio.to_thread(main, ["bias", *words, "-c", path]) == 0
+        return capsys.readouterr().out
+
+    assert await asyncio.to_thread(main, ["bias", "-c", path]) == 2
+    assert "no audit.jsonl" in capsys.readouterr().err
+    folder.mkdir()
+    (folder / "audit.jsonl").touch()
+    live_body = json.loads(await ask("--json"))
+    assert (live_body["total"]["generated"], live_body["lengths"]["16"]["trained_share"]) == (30, 0.6)
+    async with AuditSpill(redis, keys, folder / "audit.jsonl") as spill:
+        await spill.flush()
+    ended = json.loads(await ask("--json", "--set", f"redis.url=unix://{tmp_path}/nobody.sock"))
+    assert ended == live_body
+    rows = [line.split() for line in (await ask()).splitlines()]
+    assert ["16", "30", "2", "10", "18", "60.0%"] in rows
+    assert ["1", "0", "2", "10", "6", "-"] in rows
 
 
 def test_doctests_of_the_view_hold():

@@ -58,11 +58,11 @@ async def test_nothing_is_missed_or_counted_twice_while_the_stream_moves_into_th
 
 async def test_an_entry_that_is_no_event_is_passed_over(redis: Client, keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "audit.jsonl"
-    path.write_bytes(b'{"id": "1-0", "op": "put"}\nnot JSON\n{"id": "2-0", "op": "put", "d": {"bytes": 1, "tokens": {"1:0": 2}}}\n')
+    path.write_bytes(b'{"id": "1-0", "op": "put"}\nnot JSON\n{"id": "2-0", "op": "put", "d": {"seq": 0, "bytes": 1, "tokens": {"1:0": 2}}}\n')
     follower = AuditFollower(redis, keys, path)
     for foreign in ({"x": "y"}, {"op": "put", "d": "no JSON"}, {"op": "put", "d": "[]"}, {"op": "put", "d": "{}"}):
         await redis.xadd(keys.audit, foreign)
-        await emit(redis, keys, "put", {"bytes": 1, "tokens": {"1:0": 2}})
+        await emit(redis, keys, "put", {"seq": 0, "bytes": 1, "tokens": {"1:0": 2}})
     for _ in range(2):
         await follower.advance()
         assert follower.tally.totals.put_tokens == 10

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from buffer.redis_ledger import RedisLedger
 from deploy import snapshot
 from deploy.config import HttpConfig, ReaderConfig, bind, listen
 from deploy.http import app as http
@@ -20,6 +21,8 @@ from protocol.config import RedisConfig, RunConfig
 from protocol.connection import Client
 from protocol.errors import ConfigError
 from protocol.keys import Keys
+from protocol.messages import TrainerStatus
+from protocol.presence import Presence
 from protocol.versions import Version
 
 from .conftest import engine
@@ -69,6 +72,38 @@ async def test_buffer_is_the_ledger_as_it_is(redis: Client, keys: Keys, small_ru
     assert (body["generating"], body["ready"], body["leased"], body["trained_groups"], body["trained"]) == (0, 1, 0, 2, 1)
     assert body["admission_limit"] == 4
     assert body["state"] == "open"
+
+
+async def test_buffer_and_journal_say_what_is_set_aside_spilled_and_read(redis: Client, keys: Keys, small_run: Make):
+    ledger = await small_run()
+    assert isinstance(ledger, RedisLedger)
+    await ledger.follow("export", 1, ttl_s=60.0)
+    trainer = TrainerStatus(trainer_id="trainer", incarnation=1, step=2, trained=1, spill_problem="No space left on device")
+    await Presence(redis, keys, "trainer", TrainerStatus).beat("trainer", trainer)
+    await Presence(redis, keys, "shadow", TrainerStatus).beat("shadow-b", TrainerStatus(trainer_id="shadow-b", trained=0))
+    async with service(PictureSource(redis, keys)) as get:
+        buffer, journal = [(await get(f"/v1/{name}"))[1] for name in ("buffer", "journal")]
+        _, text = await get("/metrics")
+    assert (buffer["selection"], buffer["letters"], buffer["to_spill"], buffer["spill_problem"]) == ("oldest", 0, 0, "No space left on device")
+    assert (journal["first"], journal["last"], journal["dropped"], journal["retention"], journal["spill"]) == (1, 1, 0, 0, "")
+    assert journal["readers"] == [{"reader": "export", "wants": 1, "lag_steps": 1}]
+    assert [shadow["trainer_id"] for shadow in journal["shadows"]] == ["shadow-b"]
+    assert f'rollstream_reader_lag_steps{{reader="export",run="{keys.run}"}} 1.0' in text
+    assert f'rollstream_journal_steps{{run="{keys.run}"}} 1.0' in text
+    assert f'rollstream_spill_failing{{run="{keys.run}"}} 1.0' in text
+
+
+async def test_bias_says_what_became_of_every_token(redis: Client, keys: Keys, small_run: Make):
+    """Three groups of one rollout with 10 sampled tokens: two were trained, with 2 of their 20 tokens masked, one is READY."""
+    await small_run()
+    async with service(PictureSource(redis, keys)) as get:
+        status, body = await get("/v1/bias")
+        _, text = await get("/metrics")
+    assert (status, body["complete"], body["unaccounted_tokens"], body["dropped_groups"]) == (200, True, 0, {})
+    assert body["total"] == {"generated": 30, "trained": 18, "masked": 2, "dropped": {}, "outstanding": 10, "trained_share": 0.6}
+    assert list(body["lengths"]) == ["16"]
+    assert body["ages"]["1"] == {"generated": 0, "trained": 6, "masked": 2, "dropped": {}, "outstanding": 10, "trained_share": None}
+    assert f'rollstream_tokens_by_length{{fate="masked",length="16",run="{keys.run}"}} 2.0' in text
 
 
 async def test_members_say_what_they_report(redis: Client, keys: Keys, small_run: Make):
@@ -125,7 +160,7 @@ async def test_without_a_run_the_answer_says_so_and_metrics_still_answer(redis: 
 async def test_health_is_of_the_process_and_readiness_of_redis(redis: Client, keys: Keys, tmp_path: Path):
     async with service(PictureSource(redis, keys)) as get:
         assert await get("/healthz") == (200, {"status": "ok"})
-        assert await get("/readyz") == (200, {"status": "ready"})
+        assert await get("/readyz") == (200, {"status": "ready", "stalls": []})
     async with picture_source(f"unix://{tmp_path}/nobody.sock", "r", deadline_s=0.2) as away, service(away) as get:
         assert (await get("/healthz"))[0] == 200
         for path in ("/readyz", "/v1/buffer"):

@@ -37,6 +37,8 @@ def test_figures_of_a_small_run() -> None:
     assert (summary["trainer_busy_fraction"], summary["engine_busy_fraction"], summary["seconds"]) == (0.25, 0.25, 8.0)
     assert summary["engines"] == {"engine-0": {"version": "1:2", "at_final": True, "updates": 3, "boots": 1, "went_back": 0}}
     assert (summary["tokens_generated"], summary["tokens_trained"], summary["masked_tokens"]) == (40, 40, 2)
+    assert summary["bias"]["ages"]["1"] == {"generated": 20, "trained": 15, "masked": 0, "dropped": {}, "outstanding": 0, "trained_share": 0.75}
+    assert summary["bias"]["total"]["trained"] == 40
     assert (summary["weights_published"], summary["weight_updates"], summary["final_version"]) == (3, 3, "1:2")
     assert (summary["peak_pss_bytes"], summary["cpu_seconds"]) == (5, {"trainer": 2.0})
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from buffer.client import ProducerBuffer
 from producer.config import EvalConfig
 from producer.election import Election
@@ -32,7 +34,7 @@ class Told(Presence[ProducerStatus]):
         self.news.put_nowait(status)
 
 
-async def test_a_first_evaluation_that_blocks_the_run_is_the_edge_it_reports_until_it_is_over(stage: Any) -> None:
+async def test_a_first_evaluation_that_blocks_the_run_is_the_edge_it_reports_and_logs_until_it_is_over(stage: Any, caplog: pytest.LogCaptureFixture) -> None:
     held_out = stage.folder / "eval.jsonl"
     held_out.write_bytes((stage.folder / "train.jsonl").read_bytes())
     config = stage.config(eval={"path": str(held_out)})
@@ -40,7 +42,7 @@ async def test_a_first_evaluation_that_blocks_the_run_is_the_edge_it_reports_unt
     engine = await stage.engine("a")
     engine.behave = lambda _: "hang"
     presence = Told(stage.redis, stage.keys)
-    loop = ProducerLoop(config.producer, ProducerStatus(producer_id="p"), presence=presence, slot_s=0.1, redis_deadline_s=5.0)
+    loop = ProducerLoop(config.producer, ProducerStatus(producer_id="p"), presence=presence, slot_s=0.1, redis_deadline_s=5.0, stall_s=1e-6)
     pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0, on_status=loop.on_status)
     sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer)
     sampling = Sampling(max_new_tokens=8)
@@ -79,3 +81,4 @@ async def test_a_first_evaluation_that_blocks_the_run_is_the_edge_it_reports_unt
             pass
         stop.set()
     assert [event["phase"] for event in await stage.audit("eval")] == ["first"]
+    assert sum("generation is blocked" in record.message and "first evaluation" in record.message for record in caplog.records) == 1

@@ -72,6 +72,12 @@ async def test_a_function_may_answer_a_number_or_a_reward(tmp_path: Path, monkey
         ("async def score(sample): return 10**5000", "answered a int beyond every float, expected a finite number"),
         ("from producer.rewards import Reward\nasync def score(sample): return Reward(1.0, 'yes')", "exact is 'yes', expected true, false or nothing"),
         ("from producer.rewards import Reward\nasync def score(sample): return Reward('1')", "answered '1', expected a finite number"),
+        (
+            "from producer.rewards import Reward\nasync def score(sample): return Reward(1.0, extras={'a': [1.0]})",
+            "answered the extra 'a', expected an array of",
+        ),
+        ("from producer.rewards import Reward\nasync def score(sample): return Reward(1.0, extras=3)", "answered the extra 3, expected an array of"),
+        ("import numpy\nfrom producer.rewards import Reward\nasync def score(sample): return Reward(1.0, extras={'a': numpy.array(['x'])})", "the extra 'a'"),
     ],
 )
 async def test_a_faulty_function_fails_the_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: str) -> None:

@@ -121,7 +121,9 @@ async def test_a_group_that_fails_is_released_and_handed_out_again(stage: Any) -
     async with working(stage, config, prepared) as bench:
         await until(stage, lambda: bench.work.tally.put == 5)
         assert bench.work.tally.failed == 1
-    assert [(event["seq"], event["reason"]) for event in await stage.audit("released")] == [(0, "failed")]
+    (released,) = await stage.audit("released")
+    assert (released["seq"], released["reason"]) == (0, "failed")
+    assert "1 attempts failed" in released["why"]
     assert sorted((event["seq"], event["attempt"]) for event in await stage.audit("put")) == [(0, 2), (1, 1), (2, 1), (3, 1), (4, 1)]
 
 
@@ -133,6 +135,10 @@ async def test_filtered_groups_die_and_the_next_seq_takes_their_place(stage: Any
     async with working(stage, config, prepared) as bench:
         await until(stage, lambda: bench.work.tally.put == 5)
     assert bench.work.tally.filtered >= 4
+    dead = await stage.audit("dead")
+    assert {event["why"] for event in dead} == {"all rewards are 1"}
+    assert all(len(event["lengths"]) == config.rollout.group_size and min(event["lengths"]) > 0 for event in dead)
+    assert all(len(event["lengths"]) == config.rollout.group_size and min(event["lengths"]) > 0 for event in await stage.audit("put"))
     assert {event["reason"] for event in await stage.audit("dead")} == {"filtered"}
 
 

@@ -1,10 +1,12 @@
-"""One of every message with every field set, the same values for ever: their bytes are the golden files of schema 1.0.
+"""One of every message with every field set, the same values for ever: their bytes are the golden files of the schema that is written now.
 
-`python -m tests.protocol.samples` writes the files of messages that have none yet. It never rewrites one: bytes of a released schema do not change.
+`python -m tests.protocol.samples` writes the files of messages that have none yet. It never rewrites one: bytes of a released schema do not change. A new minor
+schema gets a folder of its own, and its new fields and messages an entry in `SINCE`: files of the schemas before it must read as the samples without them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from protocol.arrays import Array
 from protocol.codec import encode, encode_group
 from protocol.messages import (
     Attempt,
+    BlobRef,
     Edge,
     EngineId,
     EngineState,
@@ -33,7 +36,15 @@ from protocol.messages import (
 )
 from protocol.versions import Version
 
-GOLDEN = Path(__file__).parent / "golden" / "1.0"
+GOLDEN = Path(__file__).parent / "golden" / "1.1"
+SINCE: dict[str, dict[str, frozenset[str]]] = {
+    "1.1": {
+        "blob_ref": frozenset(),
+        "group_header": frozenset({"blobs", "sampled"}),
+        "trainer_status": frozenset({"moved_at", "spill_problem", "spill_failing_since"}),
+    }
+}
+"""Schema → message → fields that it brought; none: the message is new as a whole."""
 
 HEADER = GroupHeader(
     seq=Seq(41),
@@ -51,6 +62,8 @@ HEADER = GroupHeader(
     created_at=1764460800.25,
     timings=GroupTimings(queue_s=0.5, generate_s=2.25, reward_s=0.125, encode_s=0.0),
     metadata={"level": 3, "tags": ["a", None, True], "nested": {"x": 0.5}},
+    blobs={"experts": BlobRef(name="r/41-2-9f3c/experts", dtype="<i2", shape=(2, 3, 2), bytes=24, digest="ffeeddccbbaa99887766554433221100")},
+    sampled=(3, 2),
 )
 MANIFEST = Manifest(
     version=Version(2, 8),
@@ -103,6 +116,9 @@ TRAINER = TrainerStatus(
     trained=8,
     waiting_for=Edge.NO_GROUP,
     waiting_since=1764460802.5,
+    moved_at=1764460802.25,
+    spill_problem="No space left on device",
+    spill_failing_since=1764460799.5,
     busy_s=30.0,
     uptime_s=60.0,
     host="node-2",
@@ -117,6 +133,7 @@ MESSAGES: dict[str, object] = {
     "trainer_status": TRAINER,
     "event": EVENT,
     "group_timings": HEADER.timings,
+    "blob_ref": HEADER.blobs["experts"],
     "span": Span(version=Version(1, 7), start=3, end=6),
     "tensor_entry": MANIFEST.tensors[0],
 }
@@ -167,13 +184,41 @@ def same_group(one: RolloutGroup, other: RolloutGroup) -> bool:
     )
 
 
-def golden(name: str) -> bytes:
+def golden(name: str, schema: str = GOLDEN.name) -> bytes:
     """The bytes of a golden file: hexadecimal, wrapped."""
-    return bytes.fromhex((GOLDEN / f"{name}.hex").read_text("ascii"))
+    return bytes.fromhex((GOLDEN.parent / schema / f"{name}.hex").read_text("ascii"))
+
+
+def as_of(schema: str) -> dict[str, object]:
+    """The samples as a reader of today sees them in frames of an earlier schema: what came later has its default."""
+    later = [fields for since, fields in SINCE.items() if _order(since) > _order(schema)]
+    messages = dict(MESSAGES)
+    for fields in later:
+        for name, new in fields.items():
+            if not new:
+                messages.pop(name, None)
+            elif name in messages:
+                messages[name] = _without(messages[name], new)
+    return messages
+
+
+def _without(message: object, names: frozenset[str]) -> object:
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for field in dataclasses.fields(message)  # type: ignore[arg-type]
+        if field.name in names
+    }
+    assert defaults.keys() == names
+    return dataclasses.replace(message, **defaults)  # type: ignore[type-var]
+
+
+def _order(schema: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in schema.split("."))
 
 
 def main() -> None:
     """Write the golden files that are missing."""
+    GOLDEN.mkdir(exist_ok=True)
     frames = {name: encode(message) for name, message in MESSAGES.items()}
     frames |= {"rollout_group": encode_group(GROUP), "rollout_group_zstd": encode_group(GROUP, compress=True)}
     for name, frame in frames.items():

@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from deploy.redis_server import redis_server, server_command, wait_ready
-from protocol import connection
+from protocol import connection, retry
 from protocol.audit import emit
 from protocol.connection import Client, Script, ServerFacts, asking, check_server, connect
 from protocol.errors import ConfigError, RedisUnavailable, RedisUnreachable, UnsafeRedis
@@ -104,7 +104,8 @@ async def test_a_script_to_nobody_is_unavailable() -> None:
 
 
 async def test_a_server_that_accepts_and_never_answers_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_ATTEMPT_S", 0.1)
+    monkeypatch.setattr(connection, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(retry, "ATTEMPT_S", 0.1)
     over, handlers = asyncio.Event(), set[asyncio.Task[None] | None]()
 
     async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -135,7 +136,7 @@ async def test_a_command_outlives_a_restart_of_the_server(tmp_path: Path) -> Non
         async with redis_server(tmp_path, appendfsync="always"):
             await client.set("kept", "1")
         asked = asyncio.ensure_future(client.get("kept"))
-        beaten = asyncio.create_task(BEAT(client, keys=["{a}s", "{a}d"], args=["m", b"x", 60_000]), name="test:beat")
+        beaten = asyncio.create_task(BEAT(client, keys=["{a}s", "{a}d", "{a}l"], args=["m", b"x", 60_000]), name="test:beat")
         async with redis_server(tmp_path):
             assert await asked == b"1"
             assert await beaten == 1
@@ -143,7 +144,7 @@ async def test_a_command_outlives_a_restart_of_the_server(tmp_path: Path) -> Non
 
 async def test_a_script_is_sent_again_after_the_server_forgot_it(redis: Client, keys: Keys) -> None:
     beat = Script("protocol", "lua/presence_beat.lua")
-    names = [keys.presence("r"), keys.presence_deadline("r")]
+    names = [keys.presence("r"), keys.presence_deadline("r"), keys.presence_seen("r")]
     for _ in range(2):
         assert await beat(redis, keys=names, args=["m", b"", 60_000]) == 1
         assert await beat(redis, keys=names, args=["m", b"", 60_000]) == 1
@@ -152,7 +153,7 @@ async def test_a_script_is_sent_again_after_the_server_forgot_it(redis: Client, 
 
 async def test_a_script_may_begin_with_shared_files(redis: Client, keys: Keys) -> None:
     doubled = Script("protocol", "lua/presence_list.lua", prelude=["lua/presence_beat.lua"])
-    assert doubled.source.startswith("-- KEYS: statuses, deadlines   ARGV")
+    assert doubled.source.startswith("-- KEYS: statuses, deadlines, last seen   ARGV")
     assert doubled.source.count("-- KEYS") == 2
 
 

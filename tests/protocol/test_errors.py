@@ -32,7 +32,7 @@ def test_the_drawing_is_the_tree() -> None:
 
 def test_the_drawing_tells_the_exit_codes() -> None:
     codes = {match[1]: int(match[2]) for match in re.finditer(r"(\w+) .*exit (\d+)", errors.__doc__ or "")}
-    assert codes == {"RollstreamError": 1, "ConfigError": 2, "Unavailable": 75, "SchemaTooNew": 2, "Fenced": 3, "Superseded": 3}
+    assert codes == {"RollstreamError": 1, "ConfigError": 2, "Unavailable": 75, "SchemaTooNew": 2, "Fenced": 3, "LedgerRegressed": 75, "Superseded": 3}
     for name, code in codes.items():
         assert declared()[name].exit_code == code
 

@@ -7,7 +7,10 @@ import pytest
 from protocol import messages
 from protocol.codec import SCHEMA, decode, decode_group, encode, encode_group
 from protocol.groups import _KIND
-from tests.protocol.samples import GOLDEN, GROUP, MESSAGES, golden, same_group
+from tests.protocol.samples import GOLDEN, GROUP, MESSAGES, SINCE, as_of, golden, same_group
+
+EARLIER = [path.name for path in GOLDEN.parent.iterdir() if path != GOLDEN]
+GROUPS = ("rollout_group", "rollout_group_zstd")
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -24,9 +27,25 @@ def test_bytes_of_a_group_are_those_of_its_schema() -> None:
     assert encode_group(GROUP).hex() == golden("rollout_group").hex()
 
 
-@pytest.mark.parametrize("name", ["rollout_group", "rollout_group_zstd"])
+@pytest.mark.parametrize("name", GROUPS)
 def test_released_groups_read_back_equal(name: str) -> None:
     assert same_group(decode_group(golden(name)), GROUP)
+
+
+@pytest.mark.parametrize("schema", EARLIER)
+def test_frames_of_an_earlier_schema_read_with_new_fields_at_their_defaults(schema: str) -> None:
+    expected = as_of(schema)
+    assert {path.stem for path in (GOLDEN.parent / schema).iterdir()} == {*expected, *GROUPS}
+    for name, message in expected.items():
+        assert golden(name, schema) != golden(name)
+        assert decode(type(message), golden(name, schema)) == message
+    for name in GROUPS:
+        assert same_group(decode_group(golden(name, schema)), GROUP)
+
+
+def test_every_earlier_schema_is_there_and_what_each_brought_is_named() -> None:
+    assert EARLIER == ["1.0"]
+    assert list(SINCE) == ["1.1"]
 
 
 def test_every_message_has_a_golden_file() -> None:

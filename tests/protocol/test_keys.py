@@ -14,7 +14,7 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
 def small(keys: Keys) -> list[str]:
     """Every key that is not a payload."""
     named = [getattr(keys, name) for name, member in vars(Keys).items() if isinstance(member, property)]
-    return [*named, keys.presence("producer"), keys.presence_deadline("producer"), keys.key("anything")]
+    return [*named, keys.presence("producer"), keys.presence_deadline("producer"), keys.presence_seen("producer"), keys.key("anything")]
 
 
 @given(NAMES)

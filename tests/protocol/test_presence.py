@@ -51,3 +51,22 @@ async def test_a_status_of_another_language_does_not_hide_the_others(redis: Clie
     await redis.hset(keys.presence("producer"), "ghost", b"\xc1garbage")
     await redis.zadd(keys.presence_deadline("producer"), {"ghost": 1e15})
     assert [status.producer_id for status in await producers.members()] == ["p"]
+
+
+async def test_a_role_remembers_when_it_was_last_heard_of(redis: Client, keys: Keys) -> None:
+    here = Presence(redis, keys, "producer", ProducerStatus)
+    assert await here.last_seen() is None
+    await here.leave("never here")
+    assert await here.last_seen() is None
+    await here.beat("a", ProducerStatus(producer_id="a"), ttl_s=0.001)
+    beaten = await here.last_seen()
+    seconds, _ = await redis.time()
+    assert beaten is not None
+    assert seconds - 5 < beaten < seconds + 2
+    while await here.members():
+        pass
+    assert await here.last_seen() == beaten, "who expires was last heard of at its last beat"
+    await here.beat("b", ProducerStatus(producer_id="b"))
+    await redis.set(keys.presence_seen("producer"), 1000)
+    await here.leave("b")
+    assert (await here.last_seen() or 0.0) >= beaten

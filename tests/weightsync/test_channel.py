@@ -140,6 +140,22 @@ async def test_a_collection_that_was_broken_off_is_finished_by_the_next(rig: Any
     assert store.versions() == (Version(1, 2),)
 
 
+async def test_a_version_that_comes_free_during_a_collection_is_deleted_by_it(rig: Any, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch):
+    await rig.publish(1, 0)
+    await (await reader(rig, "r0")).look(None)
+    for n in range(1, 3):
+        await rig.publish(1, n)
+    loop, delete = asyncio.get_running_loop(), store.delete
+
+    def delete_as_the_reader_leaves(version: Version) -> None:
+        asyncio.run_coroutine_threadsafe(rig.registry.leave("r0", "b1"), loop).result(10)
+        delete(version)
+
+    monkeypatch.setattr(store, "delete", delete_as_the_reader_leaves)
+    assert await rig.channel.collect(store, keep=1) == (Version(1, 1), Version(1, 0))
+    assert await rig.channel.versions() == store.versions() == (Version(1, 2),)
+
+
 async def test_a_look_racing_a_collection_holds_or_finds_a_newer_version(rig: Any, store: DirectoryStore):
     """The pointer read and the pin are one step: whatever a reconciler was given is there until it looks again."""
     await rig.publish(1, 0)

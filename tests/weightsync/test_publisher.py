@@ -11,6 +11,7 @@ import pytest
 from protocol.errors import Fenced, RedisUnavailable, StepOrder, WeightError
 from protocol.messages import Manifest
 from protocol.versions import Version
+from protocol.wakeups import Topic
 from weightsync import publisher as publisher_module
 from weightsync.publisher import Publisher
 from weightsync.snapshot import Snapshot
@@ -140,6 +141,39 @@ async def test_leftovers_of_an_earlier_run_are_swept_before_the_first_version(ri
         publisher.submit(snapshot(Version(1, 0)), 1)
         await publisher.drain(20)
     store.verify(await rig.channel.newest())
+
+
+async def test_a_pointer_that_redis_lost_is_moved_forward_again(
+    rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(publisher_module, "_POINTER_S", 0.02)
+    await rig.attach(1, 9)
+    async with Publisher(rig.channel, store) as publisher:
+        publisher.submit(snapshot(Version(1, 1)), 1)
+        await publisher.drain(20)
+        before = await rig.redis.hgetall(rig.keys.weights)
+        publisher.submit(snapshot(Version(1, 2)), 1)
+        await publisher.drain(20)
+        await rig.redis.delete(rig.keys.weights)
+        await rig.redis.hset(rig.keys.weights, mapping=before)
+        while await rig.channel.newest_version() != Version(1, 2):
+            mark = rig.wakes.mark(Topic.WEIGHTS)
+            await rig.wakes.wait(Topic.WEIGHTS, since=mark, timeout_s=0.05)
+        assert (await rig.channel.newest()).digest == publisher.published.digest
+
+
+async def test_a_version_is_offered_again_while_redis_has_lost_the_attachment(
+    rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(publisher_module, "_RETRY_S", (0.02,))
+    await rig.attach(1, 9)
+    async with Publisher(rig.channel, store) as publisher:
+        publisher.submit(snapshot(Version(2, 9)), 2)
+        with pytest.raises(WeightError, match="lost the attachment"):
+            await publisher.drain(0.3)
+        await rig.attach(2, 9)
+        await publisher.drain(20)
+        assert await rig.channel.newest_version() == Version(2, 9)
 
 
 async def test_a_publisher_that_is_not_running_says_so(rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):

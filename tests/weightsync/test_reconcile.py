@@ -101,6 +101,24 @@ def test_a_minimum_interval_spaces_updates():
     assert core.next(15.0) == Prepare(Version(1, 2))
 
 
+def test_an_ack_that_the_registry_forgot_is_made_again():
+    core = Core()
+    serve(core, Version(1, 2))
+    core.seen(Sight(Version(1, 2), EngineState.ROUTABLE, Version(1, 2)))
+    assert core.next(1.0) == Wait(None)
+    core.seen(Sight(Version(1, 2), EngineState.ROUTABLE, Version(1, 1)))
+    assert core.next(1.0) == Prepare(Version(1, 2))
+
+
+def test_an_engine_never_goes_back_within_an_incarnation_and_leaves_one_that_redis_has_lost():
+    core = Core()
+    serve(core, Version(3, 7))
+    core.seen(Sight(Version(3, 6), EngineState.UNFIT))
+    assert core.next(1.0) == Wait(None)
+    core.seen(Sight(Version(2, 8), EngineState.STARTING))
+    assert core.next(1.0) == Prepare(Version(2, 8))
+
+
 STATES = st.sampled_from([None, *EngineState])
 EVENTS = st.one_of(
     st.tuples(st.just("publish"), st.integers(0, 2), st.integers(1, 3)),

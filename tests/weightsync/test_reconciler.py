@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,6 +287,35 @@ async def test_an_engine_that_was_forgotten_in_an_outage_is_registered_and_broug
         await rig.serves("e0", "1:1")
         assert server.versions[-1] == "1:1"
         await rig.publish(1, 2)
+        await rig.serves("e0", "1:2")
+
+
+async def test_a_reconciler_that_hung_after_it_got_the_pause_applies_nothing_on_a_lock_it_may_have_lost(rig: Any, monkeypatch: pytest.MonkeyPatch):
+    await rig.publish(1, 1)
+    hung, ask = [0.0], claim_module.Claim.pause
+
+    async def pause(self: claim_module.Claim, **how: Any) -> bool:
+        granted = await ask(self, **how)
+        hung[0] = 3600.0
+        return granted
+
+    monkeypatch.setattr(claim_module.Claim, "pause", pause)
+    monkeypatch.setattr(reconciler_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + hung[0]))
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+        assert server.versions == ["1:1"]
+    [unfit] = await rig.events("unfit")
+    assert "no time left" in unfit["reason"]
+
+
+async def test_an_ack_that_redis_lost_is_made_again(rig: Any):
+    await rig.publish(1, 1)
+    async with rig.engine("e0"):
+        await rig.serves("e0", "1:1")
+        before = await rig.redis.hget(rig.keys.engine_facts, "e0")
+        await rig.publish(1, 2)
+        await rig.serves("e0", "1:2")
+        await rig.redis.hset(rig.keys.engine_facts, "e0", before)
         await rig.serves("e0", "1:2")
 
 

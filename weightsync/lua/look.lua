@@ -26,4 +26,4 @@ if newest ~= '' and facts.state ~= 'leaving' and (facts.version ~= newest or fac
     manifest = redis.call('HGET', KEYS[2], 'manifest:' .. newest) or ''
   end
 end
-return { 'OK', facts.state, newest, manifest }
+return { 'OK', facts.state, newest, facts.version, manifest }

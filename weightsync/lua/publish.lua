@@ -2,7 +2,7 @@
 -- KEYS: ledger state, weights, audit, wakeups   ARGV: incarnation, n, manifest, digest, bytes, seconds
 local attached = redis.call('HGET', KEYS[1], 'incarnation') or '0'
 if tonumber(attached) ~= tonumber(ARGV[1]) then
-  return { 'FENCED', attached }
+  return { tonumber(attached) < tonumber(ARGV[1]) and 'REGRESSED' or 'FENCED', attached }
 end
 local trained = redis.call('HGET', KEYS[1], 'trained') or '0'
 if tonumber(ARGV[2]) > tonumber(trained) then

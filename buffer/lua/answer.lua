@@ -1,0 +1,3 @@
+-- Around a script that only looks. Answers {sequence, reply}.
+local reply = body()
+return {num('sequence'), reply}

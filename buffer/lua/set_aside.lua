@@ -1,0 +1,11 @@
+-- READY -> DEAD(recorded). ARGV: incarnation, seq, token, seq, token, ... (and what the fence reads). The number that were READY.
+local count = 0
+for i = 4, #ARGV - 1, 2 do
+  local g = group(ARGV[i])
+  if g and g.s == 'ready' and g.t == ARGV[i + 1] then
+    release(ARGV[i], g, 'recorded')
+    count = count + 1
+  end
+end
+if count > 0 then wake('slot') end
+return {'OK', count}

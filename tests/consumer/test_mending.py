@@ -1,0 +1,216 @@
+"""Rule R1 from end to end: a real Redis is killed and comes back with an older copy of its data, and the trainer tells it what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from buffer.audit import read_audit
+from buffer.client import ProducerBuffer
+from buffer.contract import LedgerStatus
+from buffer.redis_ledger import RedisLedger
+from buffer.report import totals
+from buffer.witness import WitnessLine, read_witness
+from consumer.config import TrainerDaemonConfig
+from consumer.daemon import run_trainer
+from deploy.redis_server import server_command, wait_ready
+from protocol.codec import encode_group
+from protocol.config import validate
+from protocol.connection import Client, connect
+from protocol.errors import DecodeError, LedgerRegressed, RedisUnavailable, RunEnded, RunMissing, SlotLost
+from protocol.identity import identify
+from protocol.keys import Keys
+from protocol.wakeups import Topic, wakeups
+from weightsync.channel import Channel
+
+from .conftest import Sampler, header_of, serve_newest
+
+pytestmark = [pytest.mark.redis, pytest.mark.faults]
+
+
+class Server:
+    """A Redis of the test's own that can be killed, and set back to a copy of its data."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.copy = folder, folder.with_name("copy")
+        self.command = server_command(folder)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self._process = await asyncio.create_subprocess_exec(*self.command.argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL)
+        await wait_ready(self.command.url)
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+            await self._process.wait()
+        self.command.socket.unlink(missing_ok=True)
+
+    async def remember(self) -> None:
+        """A copy of the data as they lie on the disk now; a command cut in its middle is dropped when it is loaded."""
+        await asyncio.to_thread(shutil.copytree, self.folder / "appendonlydir", self.copy)
+
+    async def go_back(self) -> None:
+        """kill -9, and the older data in its place: what was acknowledged since the copy is lost."""
+        await self.kill()
+        await asyncio.to_thread(shutil.rmtree, self.folder / "appendonlydir")
+        await asyncio.to_thread(shutil.copytree, self.copy, self.folder / "appendonlydir")
+        await self.start()
+
+
+@pytest_asyncio.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Server]:
+    server = Server(tmp_path / "redis")
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.kill()
+
+
+@pytest_asyncio.fixture
+async def client(server: Server) -> AsyncIterator[Client]:
+    client = connect(server.command.url, deadline_s=20.0)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@pytest.fixture
+def run(server: Server, make_config: Callable[..., Any]) -> Callable[..., TrainerDaemonConfig]:
+    def configured(**changes: Any) -> TrainerDaemonConfig:
+        tables = make_config(**({"checkpoint__every_steps": 2} | changes))
+        tables["redis"]["url"] = server.command.url
+        config = validate(TrainerDaemonConfig, tables, source="test")
+        config.check()
+        return config
+
+    return configured
+
+
+async def train(config: TrainerDaemonConfig, client: Client, *, new: bool = True, **options: Any) -> None:
+    keys = Keys(config.run.name)
+    identity = identify(config.run, config.model, config.data, config.rollout)
+    await run_trainer(config, RedisLedger(client, keys), client, keys, asyncio.Event(), new_as=identity if new else None, **options)
+
+
+async def produce(client: Client, keys: Keys, sampler: Sampler) -> None:
+    """A producer that lives through all of it, one group at a time."""
+    ledger = RedisLedger(client, keys)
+    async with wakeups(client, keys) as waker:
+        buffer = ProducerBuffer(ledger, waker, "test-producer")
+        while True:
+            mark = waker.mark(Topic.RUN)
+            try:
+                (slot,) = await buffer.reserve(1, 1 << 14)
+                group = sampler.group(slot.seq, version=slot.min_version)
+                payload = encode_group(group)
+                await buffer.put(header_of(group, seq=slot.seq, attempt=slot.attempt, token=slot.token, payload=payload), payload)
+            except (RunMissing, RunEnded):
+                await waker.wait(Topic.RUN, since=mark)
+            except (LedgerRegressed, SlotLost, DecodeError, RedisUnavailable):
+                await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def around(client: Client, keys: Keys, sampler: Sampler) -> AsyncIterator[asyncio.TaskGroup]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(produce(client, keys, sampler)), group.create_task(_serve(client, keys))]
+        yield group
+        for task in tasks:
+            task.cancel()
+    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "ledger:group-commit"))  # a put that its caller no longer waits for
+
+
+async def _serve(client: Client, keys: Keys) -> None:
+    while True:
+        with contextlib.suppress(RedisUnavailable):
+            await serve_newest(client, keys)
+
+
+async def reached(client: Client, keys: Keys, step: int) -> LedgerStatus:
+    ledger = RedisLedger(client, keys)
+    while True:
+        with contextlib.suppress(RunMissing):
+            if (status := await ledger.status()).trained >= step:
+                return status
+        await asyncio.sleep(0.02)
+
+
+async def verdict(config: TrainerDaemonConfig, client: Client, steps: int) -> list[WitnessLine]:
+    """Nothing lost, nothing trained twice, by witness, audit and ledger; the witness."""
+    keys = Keys(config.run.name)
+    witness = read_witness(config.run.folder / "witness.jsonl")
+    status = await RedisLedger(client, keys).status()
+    report = totals(await read_audit(config.run.folder / "audit.jsonl", client, keys), witness, status)
+    assert report.disagreements == ()
+    assert (status.trained, status.trained_groups) == (steps, 4 * steps)
+    assert (report.groups_trained, report.groups_lost, report.groups_duplicated, report.steps_trained) == (4 * steps, 0, 0, steps)
+    return witness
+
+
+async def test_a_running_trainer_goes_on_with_the_same_step_and_trains_nothing_twice(
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig]
+) -> None:
+    config = run(stop__steps=14)
+    keys = Keys(config.run.name)
+    async with asyncio.timeout(100), around(client, keys, sampler) as group:
+        trainer = group.create_task(train(config, client))
+        await reached(client, keys, 3)
+        await server.remember()
+        await reached(client, keys, 7)
+        await server.go_back()
+        await trainer
+        witness = await verdict(config, client, 14)
+    assert [(line.incarnation, line.step) for line in witness] == [(1, step) for step in range(1, 15)], "no step was computed again"
+    events = await read_audit(config.run.folder / "audit.jsonl", client, keys)
+    assert [event.op for event in events].count("regressed") == 1
+    status = await RedisLedger(client, keys).status()
+    assert {path.name for path in config.checkpoint_folder.iterdir()} == {Path(one.path).name for one in status.checkpoints}
+    assert str(await Channel(client, keys).newest_version()) == "1:14"
+
+
+async def test_a_resumed_trainer_tells_the_ledger_of_the_checkpoint_that_it_lost(
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig]
+) -> None:
+    keys = Keys(run().run.name)
+    async with asyncio.timeout(100), around(client, keys, sampler) as group:
+        trainer = group.create_task(train(run(stop__steps=8), client))
+        await reached(client, keys, 3)
+        await server.remember()
+        await trainer
+        await server.go_back()
+        assert (await RedisLedger(client, keys).status()).trained < 8
+        await train(run(stop__steps=12), client, new=False)
+        witness = await verdict(run(), client, 12)
+    assert [(line.incarnation, line.step) for line in witness] == [(1, step) for step in range(1, 9)] + [(2, step) for step in range(9, 13)]
+    status = await RedisLedger(client, keys).status()
+    assert status.lineage.forks[2].step == 8
+    assert str(await Channel(client, keys).newest_version()) == "2:12"
+
+
+async def test_going_back_with_abandon_generates_anew_what_followed(
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig]
+) -> None:
+    keys = Keys(run().run.name)
+    async with asyncio.timeout(100), around(client, keys, sampler):
+        await train(run(stop__steps=6), client)
+        first = {line.step: line.seqs for line in read_witness(run().run.folder / "witness.jsonl")}
+        await train(run(stop__steps=9), client, new=False, from_step=4, abandon=True)
+        witness = await verdict(run(), client, 9)
+    again = {line.step: line for line in witness if line.incarnation == 2}
+    assert sorted(again) == [5, 6, 7, 8, 9]
+    assert {seq for line in again.values() for seq in line.seqs} >= {seq for step in (5, 6) for seq in first[step]}
+    events = await read_audit(run().run.folder / "audit.jsonl", client, keys)
+    released = [event.fields["seq"] for event in events if event.op == "released" and event.fields["reason"] == "rewound"]
+    assert set(first[5] + first[6]) <= set(released)
