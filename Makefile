@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill test check coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
+.PHONY: help install demo drill test check bench-buffer coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -54,6 +54,17 @@ lane-demo: $(VENV)/installed-dev  # 4 minutes
 
 lane-faults: $(VENV)/installed-dev  # 3 minutes
 	$(BIN)/pytest -q -m faults
+
+# The peers bring Ray and 1.4 GB with them, so they have an environment of their own.
+BENCH := .venv-bench
+$(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/pip install --quiet --requirement benchmarks/requirements.txt
+	$(BENCH)/bin/pip install --quiet --constraint constraints.txt --editable '.[local]'
+	@touch $@
+
+bench-buffer: $(BENCH)/installed  ## the buffer against the ceiling of its server and against other queues
+	$(BENCH)/bin/python -m benchmarks.buffer
 
 coverage: $(VENV)/installed-dev  ## lines and branches that the suite without demo and faults reaches
 	$(BIN)/pytest -q -m 'not demo and not faults' --cov --cov-report=term

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
+import msgpack
 import orjson
 
 from buffer.config import BufferConfig
@@ -223,7 +224,7 @@ class RedisLedger:
     async def put(self, header: GroupHeader, payload: bytes) -> PutResult:
         if len(payload) != header.payload_bytes:
             raise ValueError(f"group {header.seq}: header says {header.payload_bytes} bytes, the payload has {len(payload)}")
-        args: list[str | int | bytes] = [
+        group = [
             header.seq,
             header.attempt,
             header.token,
@@ -233,11 +234,11 @@ class RedisLedger:
             header.producer_id,
             orjson.dumps(header.rewards),
             orjson.dumps(header.sampled),
-            int(bool(header.blobs)),
+            bool(header.blobs),
         ]
         known = self._sequence
         send = self._puts.cluster if await self._on_cluster() else self._puts.one_server
-        request = PutRequest(key=self._run.payload(header.seq, header.attempt, header.token), payload=payload, args=args)
+        request = PutRequest(key=self._run.payload(header.seq, header.attempt, header.token), payload=payload, group=msgpack.packb(group, use_bin_type=False))
         for _ in range(_PUT_TRIES):
             reply = await send(request)
             if reply[1][0] != b"PAYLOAD_MISSING":  # it expired between the two: both again

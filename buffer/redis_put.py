@@ -34,7 +34,8 @@ class PutRequest:
     key: str
     """Of the payload."""
     payload: bytes
-    args: Sequence[Argument]
+    group: bytes
+    """What the script is told of it."""
 
 
 class PutPath:
@@ -70,7 +71,7 @@ class PutPath:
             ):
                 return 0, _MISSING
         failpoint(Failpoint.PRODUCER_SET)
-        ((sequence, answer),) = _each(await self._script(self._client, keys=await self._keys(), args=[*self._head, *request.args]), 1)
+        ((sequence, answer),) = _each(await self._script(self._client, keys=await self._keys(), args=[*self._head, request.group]), 1)
         if answer[0] == b"OK" and answer[2]:
             with asking("put"):
                 if not (await self._client.persist(request.key) or await self._client.exists(request.key)):
@@ -80,7 +81,7 @@ class PutPath:
 
     async def _send(self, batch: Sequence[PutRequest]) -> Sequence[Reply | Exception]:
         keys = await self._keys()
-        argv = [*self._head, *(argument for request in batch for argument in request.args)]
+        argv = [*self._head, *(request.group for request in batch)]
         async with self._client.pipeline(transaction=False) as pipe:
             for request in batch:
                 pipe.set(request.key, request.payload, nx=True, px=PAYLOAD_TTL_S * 1000)

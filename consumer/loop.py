@@ -232,7 +232,9 @@ class TrainingLoop:
     def _submit(self, after: _Stepped) -> None:
         self._published = self.progress.step
         self._parts.publisher.submit(
-            Snapshot(version=Version(self._incarnation, self.progress.step), tensors=after.tensors, digest=after.digest), self._incarnation
+            Snapshot(version=Version(self._incarnation, self.progress.step), tensors=after.tensors, digest=after.digest),
+            self._incarnation,
+            acknowledged=True,
         )
 
     async def _checkpoint(self, group: asyncio.TaskGroup) -> None:

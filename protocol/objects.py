@@ -91,7 +91,7 @@ class FolderStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
-        self._tidied: set[Path] = set()
+        self._tidied = False
 
     @property
     def url(self) -> str:
@@ -100,7 +100,7 @@ class FolderStore:
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         path = self._path(name)
         with _named(path):
-            handle, part = self._new_part(path.parent)
+            handle, part = self._new_part()
             try:
                 try:
                     for one in parts:
@@ -108,7 +108,7 @@ class FolderStore:
                     os.fsync(handle)
                 finally:
                     os.close(handle)
-                part.replace(path)
+                self._move(part, path)
             except BaseException:
                 part.unlink(missing_ok=True)
                 raise
@@ -143,25 +143,31 @@ class FolderStore:
     def _path(self, name: str) -> Path:
         return self._folder / check_name(name)
 
-    def _new_part(self, folder: Path) -> tuple[int, Path]:
-        """A new file to write to. A `delete` may take the folder away, empty, between its making and the file's: then both again."""
-        part = folder / f"{_PART}{secrets.token_hex(8)}"
+    def _new_part(self) -> tuple[int, Path]:
+        """A new file to write to. All lie in the store's own folder: one that a kill leaves elsewhere would stay for ever where nothing is written again."""
+        make_folder(self._folder)
+        self._tidy()
+        part = self._folder / f"{_PART}{secrets.token_hex(8)}"
+        return os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), part
+
+    @staticmethod
+    def _move(part: Path, path: Path) -> None:
+        """A `delete` may take the folder away, empty, between its making and the move: then both again."""
         for left in reversed(range(_FOLDER_TRIES)):
             try:
-                make_folder(folder)
-                self._tidy(folder)
-                return os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), part
+                make_folder(path.parent)
+                part.replace(path)
+                break
             except (FileNotFoundError, FileExistsError):
                 if not left:
                     raise
-        raise AssertionError
 
-    def _tidy(self, folder: Path) -> None:
-        """Delete what writers that were killed have left here; once a folder."""
-        if folder in self._tidied:
+    def _tidy(self) -> None:
+        """Delete what writers that were killed have left; once a store."""
+        if self._tidied:
             return
-        self._tidied.add(folder)
-        for left in folder.glob(f"{_PART}*"):
+        self._tidied = True
+        for left in self._folder.glob(f"{_PART}*"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - left.stat().st_mtime > _ABANDONED_S:
                     left.unlink()

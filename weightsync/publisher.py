@@ -40,7 +40,7 @@ class Publisher:
         self._channel = channel
         self._store = store
         self._keep = keep
-        self._pending: tuple[Snapshot, int] | None = None
+        self._pending: tuple[Snapshot, int, bool] | None = None
         self._running = False
         self._closing = False
         self._changed = asyncio.Condition()
@@ -76,10 +76,13 @@ class Publisher:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    def submit(self, snapshot: Snapshot, incarnation: int) -> None:
-        """Publish `snapshot` soon, after `trained` was acknowledged for its step. Never waits. Raises what ended the publisher before."""
+    def submit(self, snapshot: Snapshot, incarnation: int, *, acknowledged: bool = False) -> None:
+        """Publish `snapshot` soon, after `trained` was acknowledged for its step. Never waits. Raises what ended the publisher before.
+
+        `acknowledged`: it was, for certain, so a ledger that says otherwise has lost it (rule R1); without it, that is a bug and final.
+        """
         self._check()
-        self._pending = (snapshot, incarnation)
+        self._pending = (snapshot, incarnation, acknowledged)
         self._work.set()
 
     @property
@@ -125,8 +128,8 @@ class Publisher:
                 if idle:
                     await self._look_after_pointer()
                 while self._pending is not None:
-                    (snapshot, incarnation), self._pending, self._running = self._pending, None, True
-                    await self._publish(snapshot, incarnation)
+                    (snapshot, incarnation, acknowledged), self._pending, self._running = self._pending, None, True
+                    await self._publish(snapshot, incarnation, acknowledged=acknowledged)
                     await self._rest()
             except Exception as problem:  # noqa: BLE001 - kept, and raised by `failed`, `submit` and `drain`
                 self._error = problem
@@ -138,7 +141,7 @@ class Publisher:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _publish(self, snapshot: Snapshot, incarnation: int) -> None:
+    async def _publish(self, snapshot: Snapshot, incarnation: int, *, acknowledged: bool) -> None:
         attempt = 0
         while True:
             started = time.monotonic()
@@ -149,7 +152,9 @@ class Publisher:
                 self.published, self.trouble = manifest, ""
             except OSError as problem:
                 self.trouble = f"version {snapshot.version} cannot be written to {self._store.folder}: {problem}"
-            except LedgerRegressed as problem:
+            except (LedgerRegressed, StepOrder) as problem:
+                if isinstance(problem, StepOrder) and not acknowledged:
+                    raise
                 self.trouble = str(problem)
             else:
                 await self._collect()

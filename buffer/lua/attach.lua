@@ -1,5 +1,5 @@
--- Rule T1: a new incarnation, and the rewind, at once. ARGV: incarnation id, trainer id, the newest incarnation the caller has seen, what to abandon ('': nothing,
--- or the groups of freed steps as JSON), then of the checkpoint: step, incarnation, digest, path; or nothing.
+-- Rule T1: a new incarnation, and the rewind, at once. ARGV: incarnation id, trainer id, the newest incarnation the caller has seen, what to abandon ('':
+-- nothing, or the groups of freed steps as JSON), then of the checkpoint: step, incarnation, digest, path; or nothing.
 local id, above, abandon = ARGV[3], tonumber(ARGV[5]), ARGV[6] ~= '' and cjson.decode(ARGV[6])
 local from_start, step, from = #ARGV < 7, tonumber(ARGV[7] or '0'), tonumber(ARGV[8] or '0')
 local before, dropped = num('incarnation'), num('dropped')

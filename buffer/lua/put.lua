@@ -1,5 +1,5 @@
--- Rule P1: GENERATING -> READY if the payload is there; on a cluster the caller has seen it stored. ARGV, ten for each group: seq, attempt, token, bytes,
--- header, tokens by version (JSON), producer, rewards (JSON), sampled tokens of each rollout (JSON), '1' if extras lie in blobs.
+-- Rule P1: GENERATING -> READY if the payload is there; on a cluster the caller has seen it stored. ARGV, one for each group, in MessagePack: seq, attempt,
+-- token, bytes, header, tokens by version (JSON), producer, rewards (JSON), sampled tokens of each rollout (JSON), whether extras lie in blobs.
 -- {'OK', answer of each}; an answer is stored or duplicate, with 1 if the caller is to make the payload permanent, or a refusal of that group alone.
 local line = lineage()
 local known = call('HMGET', STATE, 'trained', 'budget', 'bytes')
@@ -7,8 +7,7 @@ local trained, budget, used = tonumber(known[1]), tonumber(known[2]), tonumber(k
 local stored, freed, short = 0, 0, false
 
 local function put(seq, attempt, token, bytes, header, tokens, producer, rewards, lengths, in_blobs)
-  attempt, bytes = tonumber(attempt), tonumber(bytes)
-  local mine = {a = attempt, t = token, x = in_blobs == '1'}
+  local mine = {a = attempt, t = token, x = in_blobs}
   local g = group(seq)
   if not g or g.a ~= attempt or g.t ~= token or g.s == 'released' or g.s == 'dead' then
     drop_payload(seq, mine, not g or g.r == 'recorded') -- a recording may have the blobs of what is recorded, or gone for long
@@ -46,7 +45,7 @@ local function put(seq, attempt, token, bytes, header, tokens, producer, rewards
   g.s, g.b, g.v, g.o, g.m, g.x = 'ready', bytes, versions, nil, nil, mine.x and 1 or nil
   keep(seq, g)
   call('HSET', HEADERS, seq, header)
-  call('ZADD', READY, score(tonumber(seq), least or 0), seq)
+  call('ZADD', READY, score(seq, least or 0), seq)
   count_versions(g, 1)
   local lag = {}
   for steps, count in pairs(lags) do lag[#lag + 1] = '"' .. steps .. '":' .. count end
@@ -56,7 +55,7 @@ local function put(seq, attempt, token, bytes, header, tokens, producer, rewards
 end
 
 local answers = {'OK'}
-for at = 3, #ARGV, 10 do answers[#answers + 1] = put(unpack(ARGV, at, at + 9)) end
+for at = 3, #ARGV do answers[#answers + 1] = put(unpack(cmsgpack.unpack(ARGV[at]))) end
 add('bytes', -freed)
 if short then wake('slot') end -- somebody may be waiting for the bytes that come free
 if stored > 0 then wake('ready') end

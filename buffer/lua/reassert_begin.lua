@@ -1,5 +1,6 @@
 -- Rule R1, first: see `buffer/ledger_rebuild.py`. ARGV: incarnation, its id, incarnations (JSON: number -> [parent, fork step, id]), the newest step that is
--- known by its groups alone, steps (JSON: [step, [groups], incarnation, digest] of those that the journal may hold), checkpoints (JSON). The step it goes on from.
+-- known by its groups alone, steps (JSON: [step, [groups], incarnation, digest] of those that the journal may hold), checkpoints (JSON). The step it goes on
+-- from.
 local incarnation, id = tonumber(ARGV[3]), ARGV[4]
 local refused = replaced(incarnation, id)
 if refused then return refused end

@@ -124,12 +124,14 @@ async def produce(client: Client, keys: Keys, sampler: Sampler) -> None:
 
 @contextlib.asynccontextmanager
 async def around(client: Client, keys: Keys, sampler: Sampler) -> AsyncIterator[asyncio.TaskGroup]:
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(produce(client, keys, sampler)), group.create_task(_serve(client, keys))]
-        yield group
-        for task in tasks:
-            task.cancel()
-    await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "ledger:group-commit"))  # a put that its caller no longer waits for
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(produce(client, keys, sampler)), group.create_task(_serve(client, keys))]
+            yield group
+            for task in tasks:
+                task.cancel()
+    finally:  # a put that its caller no longer waits for
+        await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name() == "ledger:group-commit"))
 
 
 async def _serve(client: Client, keys: Keys) -> None:

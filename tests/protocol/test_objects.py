@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -109,7 +110,7 @@ def test_an_object_in_a_folder_has_its_name_after_its_bytes_are_on_the_disk(tmp_
 
     monkeypatch.setattr(os, "fsync", fsync)
     FolderStore(tmp_path / "s").write("a/b", [b"x"])
-    assert seen == [("folder", False), ("folder", False), ("file", False), ("folder", True)]
+    assert seen == [("folder", False), ("file", False), ("folder", False), ("folder", True)]
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +161,7 @@ def test_a_write_cut_short_by_the_system_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_is_no_object_and_goes_in_time(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    old, young = tmp_path / "a" / ".part-old", tmp_path / "a" / ".part-young"
+    old, young = tmp_path / ".part-old", tmp_path / ".part-young"
     for left in (old, young):
         left.write_bytes(b"half")
     os.utime(old, (1, 1))
@@ -169,6 +169,24 @@ def test_what_a_killed_writer_left_is_no_object_and_goes_in_time(tmp_path: Path)
     assert store.names() == []
     store.write("a/b", [b"x"])
     assert (old.exists(), young.exists()) == (False, True)
+
+
+@pytest.mark.faults
+def test_a_writer_killed_half_way_leaves_nothing_in_a_folder_that_is_never_written_to_again(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from protocol.objects import FolderStore
+
+        os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+        FolderStore(Path(sys.argv[1])).write("of/one/attempt/blob", [b"half"])
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (1, 1))
+    FolderStore(tmp_path).write("of/another/attempt/blob", [b"x"])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "of/another/attempt/blob"]
 
 
 def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(tmp_path: Path) -> None:
