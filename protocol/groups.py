@@ -7,6 +7,7 @@ Layout of the frame, G rollouts of T tokens together and S spans: `lengths` [G],
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast, get_type_hints
 
 import numpy as np
@@ -66,15 +67,15 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
     Raises: `DecodeError` naming the field, `SchemaTooNew` for a newer major.
     """
     body = open_frame(_KIND, decompress_frame(_KIND, data, max_bytes), max_bytes)
-    lengths = unpack_as(body.get("lengths"), "lengths", "<i4", 1).astype(np.int64)
+    lengths = cast("list[int]", unpack_as(body.get("lengths"), "lengths", "<i4", 1).tolist())
     tokens = cast("IntArray", unpack_as(body.get("tokens"), "tokens", "<i4", 1))
     mask = cast("MaskArray", unpack_as(body.get("mask"), "mask", "|u1", 1))
     logprobs = cast("FloatArray", unpack_as(body.get("logprobs"), "logprobs", "<f4", 1))
     rewards = unpack_as(body.get("rewards"), "rewards", "<f8", 1).tolist()
-    if lengths.size and lengths.min() < 0:
+    if lengths and min(lengths) < 0:
         raise DecodeError("lengths", "a negative length")
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if ends.size else 0
+    ends = list(accumulate(lengths))
+    total = ends[-1] if ends else 0
     arrays: Sequence[tuple[str, Array]] = (("tokens", tokens), ("mask", mask), ("logprobs", logprobs))
     for name, array in arrays:
         if len(array) != total:
@@ -84,11 +85,11 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
     metas = body.get("rollouts")
     if not isinstance(metas, list) or len(metas) != len(lengths) or len(rewards) != len(lengths):
         raise DecodeError("rollouts", f"expected {len(lengths)} rollouts and rewards by lengths")
-    spans = _spans(body.get("spans"), lengths.tolist())
-    _check_covered(mask, spans, ends.tolist())
-    rollouts, starts = [], (ends - lengths).tolist()
-    for i, (meta, end) in enumerate(zip(metas, ends.tolist(), strict=True)):
-        cut = slice(starts[i], end)
+    spans = _spans(body.get("spans"), lengths)
+    _check_covered(mask, spans, ends)
+    rollouts = []
+    for i, (meta, end) in enumerate(zip(metas, ends, strict=True)):
+        cut = slice(end - lengths[i], end)
         finish_reason, engine_id, metadata = _meta(meta, i)
         rollouts.append(
             Rollout(
@@ -134,13 +135,16 @@ def _spans(wire: object, lengths: list[int]) -> list[list[Span]]:
     if table.shape[1] != 5:
         raise DecodeError("spans", f"shape {list(table.shape)}, expected [spans, 5]")
     spans: list[list[Span]] = [[] for _ in lengths]
+    floors, count = [0] * len(lengths), len(lengths)
+    versions: dict[tuple[int, int], Version] = {}  # a group has few, and many spans
     for row, (rollout, incarnation, n, start, end) in enumerate(table.tolist()):
-        if not 0 <= rollout < len(lengths) or incarnation < 0 or n < 0:
+        if not 0 <= rollout < count or incarnation < 0 or n < 0:
             raise DecodeError(f"spans[{row}]", f"names rollout {rollout}, version {incarnation}:{n}")
-        floor = spans[rollout][-1].end if spans[rollout] else 0
-        if not floor <= start < end <= lengths[rollout]:
-            raise DecodeError(f"spans[{row}]", f"[{start}, {end}) is not inside [{floor}, {lengths[rollout]})")
-        spans[rollout].append(Span(version=Version(incarnation, n), start=start, end=end))
+        if not floors[rollout] <= start < end <= lengths[rollout]:
+            raise DecodeError(f"spans[{row}]", f"[{start}, {end}) is not inside [{floors[rollout]}, {lengths[rollout]})")
+        floors[rollout] = end
+        version = versions.get((incarnation, n)) or versions.setdefault((incarnation, n), Version(incarnation, n))
+        spans[rollout].append(Span(version=version, start=start, end=end))
     return spans
 
 

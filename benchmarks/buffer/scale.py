@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import uuid
+from collections import defaultdict
 from dataclasses import dataclass
 
 from benchmarks.buffer.loads import Load, header_of, tiny
@@ -12,14 +13,14 @@ from benchmarks.buffer.meter import loop_lag, script_us, spread
 from benchmarks.buffer.sides import new_run
 from buffer.client import TrainerBuffer
 from buffer.config import BufferConfig
-from buffer.contract import CheckpointRef, ChunkRecord, Granted, Slot
+from buffer.contract import CheckpointRef, Granted, Slot
 from buffer.redis_ledger import RedisLedger
 from protocol.connection import Client
 from protocol.messages import GroupHeader
 from protocol.versions import Version
 from protocol.wakeups import wakeups
 
-_CALLS = 300
+_CALLS = 60
 _CHUNK = 8
 _AT_ONCE = 512
 """Slots asked for in one call."""
@@ -47,23 +48,30 @@ async def _fill(ledger: RedisLedger, count: int, version: Version = Version(1, 0
     return headers
 
 
-async def backlog_cost(client: Client, few: int = 1_000, many: int = 100_000) -> dict[str, float]:
-    """Redis microseconds of one reserve, and of one lease of a chunk, with `few` and with `many` READY groups."""
-    cost: dict[str, float] = {}
+async def backlog_cost(client: Client, few: int = 1_000, many: int = 100_000, *, blocks: int = 9) -> dict[str, float]:
+    """Redis microseconds of one reserve, and of one lease of a chunk, with `few` and with `many` READY groups: both runs in one server, measured in turn, block
+    by block; medians.
+    """
+    runs = {}
     for ready in (few, many):
         ledger, _, incarnation = await new_run(client, BufferConfig(groups_per_step=4 * many, chunk_groups=_CHUNK, byte_budget=1 << 40))
         await _fill(ledger, ready)
         await ledger.open_step(incarnation, 1)
-        await client.config_resetstat()
-        for _ in range(_CALLS):
-            await ledger.reserve("bench", uuid.uuid4().hex, 1, max_bytes=512)
-        cost[f"reserve_us_{ready}"] = await script_us(client)
-        await client.config_resetstat()
-        for index in range(min(_CALLS, ready // _CHUNK // 2)):
-            chunk = await ledger.lease(incarnation, 1, index)
-            assert isinstance(chunk, ChunkRecord)
-        cost[f"lease_us_{ready}"] = await script_us(client)
-        await client.flushdb()
+        runs[ready] = ledger, incarnation
+    seen: dict[str, list[float]] = defaultdict(list)
+    leases = few // _CHUNK // 2 // blocks
+    for block in range(blocks):
+        for ready, (ledger, incarnation) in runs.items():
+            await client.config_resetstat()
+            for _ in range(_CALLS):
+                await ledger.reserve("bench", uuid.uuid4().hex, 1, max_bytes=512)
+            seen[f"reserve_us_{ready}"].append(await script_us(client))
+            await client.config_resetstat()
+            for index in range(block * leases, (block + 1) * leases):
+                await ledger.lease(incarnation, 1, index)
+            seen[f"lease_us_{ready}"].append(await script_us(client))
+    await client.flushdb()
+    cost = {name: statistics.median(values) for name, values in seen.items()}
     cost["ratio"] = max(cost[f"{name}_us_{many}"] / cost[f"{name}_us_{few}"] for name in ("reserve", "lease"))
     return cost
 
@@ -72,30 +80,38 @@ async def overhead(client: Client, load: Load) -> dict[str, float]:
     """Bytes of Redis memory a READY group takes beyond its payload, and what a bare SET of the same bytes takes beyond them."""
     count = len(load.payloads)
 
-    async def used() -> float:
-        return float((await client.info("memory"))["used_memory"])
-
     await client.flushdb()
-    before = await used()
+    before = await _settled(client)
     for index, payload in enumerate(load.payloads):
         await client.set(f"bare:{index}", payload)
-    bare = (await used() - before) / count - load.payload_bytes
+    bare = (await _settled(client) - before) / count - load.payload_bytes
     await client.flushdb()
     ledger, _, _ = await new_run(client, BufferConfig(groups_per_step=max(64, count), byte_budget=1 << 40))
     slots = await _reserve(ledger, count, load.payload_bytes + 1024)
-    before = await used()
+    before = await _settled(client)
     for slot, group, payload in zip(slots, load.groups, load.payloads, strict=True):
         await ledger.put(header_of(slot, group, payload), payload)
-    ours = (await used() - before) / count - load.payload_bytes
+    ours = (await _settled(client) - before) / count - load.payload_bytes
     await client.flushdb()
     return {"bare_set": bare, "group": ours}
 
 
+async def _settled(client: Client) -> float:
+    """Redis memory once nothing but data is left in it: connections, whose buffers grew with the payloads, are made anew."""
+    await client.connection_pool.disconnect()
+    seen: float = -1
+    while (now := float((await client.info("memory"))["used_memory"])) != seen:
+        seen = now
+    return now
+
+
 async def growth(client: Client, groups: int = 100_000, per_step: int = 256) -> dict[str, float]:
-    """Bytes of Redis memory per group that went through a buffer of two steps, by least squares after the first tenth; the audit stream is trimmed as its
-    spill does.
+    """Bytes of Redis memory per group that went through a buffer of two steps, by least squares after the first tenth. The audit stream is trimmed as its spill
+    does; answers to reserve are kept for `slot_seconds`, here 1, so that their window is full from the beginning.
     """
-    ledger, keys, incarnation = await new_run(client, BufferConfig(groups_per_step=per_step, pipeline_depth=0.5, chunk_groups=32, byte_budget=1 << 30))
+    ledger, keys, incarnation = await new_run(
+        client, BufferConfig(groups_per_step=per_step, pipeline_depth=0.5, chunk_groups=32, slot_seconds=1.0, byte_budget=1 << 30)
+    )
     done, samples = 0, []
     for step in range(1, groups // per_step + 1):
         await _fill(ledger, per_step, Version(incarnation, step - 1))
