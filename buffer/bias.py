@@ -158,9 +158,10 @@ class BiasTally:
 
     def report(self) -> Bias:
         lengths, ages = Counter[int](), Counter[int]()
+        lineage = self._lineage()
         for group in self._live.values():
             lengths.update(group.lengths)
-            ages.update(self._age(group))
+            ages.update(self._age(group, lineage))
         by_length = self._lengths.flows(lengths)
         flows = by_length.values()
         dropped: Counter[str] = Counter()
@@ -196,7 +197,7 @@ class BiasTally:
         group = self._held(seq, fields.get("attempt", 0))
         if group is not None:
             self._lengths.drop(reason, group.lengths)
-            self._ages.drop(reason, self._age(group))
+            self._ages.drop(reason, self._age(group, self._lineage()))
         elif lengths := _by_length(fields.get("lengths")):  # it was never stored
             unaged = {UNKNOWN: sum(_whole(fields.get("lengths")))}
             self._lengths.generated.update(lengths)
@@ -279,12 +280,15 @@ class BiasTally:
                 done.chunks, done.groups = {}, {}
         self._digests = {known: one for known, one in self._digests.items() if known > step}
 
-    def _age(self, group: _Group) -> Counter[int]:
+    def _lineage(self) -> Lineage | None:
+        """The line of the newest attachment; None: nobody has attached."""
+        return Lineage(self._forks, max(self._forks)) if self._forks else None
+
+    def _age(self, group: _Group, lineage: Lineage | None) -> Counter[int]:
         """Its tokens by the steps they lie behind the newest trained one."""
-        ages: Counter[int] = Counter()
-        if not self._forks:
+        if lineage is None:
             return Counter({UNKNOWN: sum(group.versions.values())})
-        lineage = Lineage(self._forks, max(self._forks))
+        ages: Counter[int] = Counter()
         for version, tokens in group.versions.items():
             ages[self._trained - lineage.shared(version)] += tokens
         return ages

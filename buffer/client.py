@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from protocol.errors import ConfigError, DecodeError, PayloadLost, SlotLost
 from protocol.messages import Edge, GroupHeader, Reason, RolloutGroup, Seq, SlotToken
 from protocol.wakeups import Topic, Wakeups
 
+_LOG = logging.getLogger(__name__)
 FETCH_BYTES = 2 << 20
 """Payloads are read in batches of about so many bytes: a pipeline of many large payloads is slow."""
 _FETCHES_AT_ONCE = 2
@@ -180,6 +182,9 @@ class TrainerBuffer:
                 return chunk, [(header, have[header.seq, header.token]) for header in mine]
             for seq in lost:
                 answer = await self._ledger.payload_lost(self._incarnation, chunk.step, chunk.chunk, seq)
+                _LOG.warning("step %d: the payload of group %d is gone, or damaged", chunk.step, seq)
+            if isinstance(answer, ChunkRecord) and len(answer.headers) < len(chunk.headers):
+                _LOG.error("step %d is trained again without groups that it had (%s): this resume is not exact", chunk.step, ", ".join(map(str, lost)))
             if isinstance(answer, Blocked):
                 # Where another trainer opened the step, and it was whole until now, what fills the gap is judged by a record of our own.
                 await self._ledger.open_step(self._incarnation, chunk.step)

@@ -12,7 +12,7 @@ import asyncio
 import dataclasses
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import orjson
 
 from buffer.config import BufferConfig
 from buffer.contract import CheckpointRef
+from buffer.payloads import by_bytes
 from buffer.recording import RecordingAbout
 from buffer.redis_ledger import FORKED_KEYS, RedisLedger
 from buffer.storage import open_storage
@@ -92,7 +93,7 @@ async def copy_payloads(client: Client, copy: RunCopy, target: Keys) -> list[str
     wanted = [header for header in copy.headers if header.seq not in copy.spilled]
     written: list[str] = []
     try:
-        for batch in _batches(wanted):
+        for batch in by_bytes(wanted, _COPY_BYTES):
             written += await _copy_batch(client, copy, target, batch)
     except BaseException:
         await asyncio.shield(drop_payloads(client, written))
@@ -186,14 +187,3 @@ def _stored(row: bytes | None) -> int | None:
         return None
     stored = orjson.loads(row).get("b")
     return None if stored is None else int(stored)
-
-
-def _batches(headers: Sequence[GroupHeader]) -> Iterator[list[GroupHeader]]:
-    batch: list[GroupHeader] = []
-    for header in headers:
-        if batch and sum(one.payload_bytes for one in batch) + header.payload_bytes > _COPY_BYTES:
-            yield batch
-            batch = []
-        batch.append(header)
-    if batch:
-        yield batch

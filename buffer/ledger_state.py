@@ -291,6 +291,10 @@ class State:
 
     def fill(self, chunk: Chunk, record: StepRecord) -> bool:
         """Complete `chunk` from READY, in order of selection, releasing what the guard refuses. False, and nothing taken, when there is too little."""
+        late = [seq for seq in self.ready if self.policy.lies_late(self.groups[seq].score, record)]
+        for seq in late:
+            if not self.policy.accepts(self.header(seq), record):
+                self.release(seq, Reason.STALE, f"stale in step {record.step}")
         picks: list[Seq] = []
         refused: list[Seq] = []
         for seq in self.ready:

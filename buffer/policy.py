@@ -64,6 +64,10 @@ class Policy:
             return header.seq - _PER_VERSION * min((lineage.shared(version) for version in header.trainable), default=0)
         return header.seq
 
+    def lies_late(self, score: int, record: StepRecord) -> bool:
+        """Freshest first, a group with a token over K lies where picks may never come: it is judged before its turn, so that its slot comes back."""
+        return self.settings.selection is Selection.FRESHEST and score >= _PER_VERSION * (1 - record.cutoff)
+
     def accepts(self, header: GroupHeader, record: StepRecord) -> bool:
         """Whether a step takes the group. On-policy, a token must be of the line itself: an abandoned branch has the right number and other weights."""
         if self.on_policy and not all(record.lineage.contains(version) for version in header.trainable):

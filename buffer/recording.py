@@ -134,7 +134,7 @@ class Recording:
         """As the newest incarnation that recorded it did. Raises: `ReplayGap`, `DecodeError` naming the object or the group."""
         names = self._of_step(step)
         if not names:
-            raise ReplayGap(f"step {step} is not recorded in {self.url}; recorded are {_ranges(self.steps())}")
+            raise ReplayGap(f"step {step} is not recorded in {self.url}; recorded are {step_ranges(self.steps())}")
         record = RecordFile(self._store, names[0], _STEP, whole=True)
         found, bodies = _step_index(record), iter(range(len(record.sizes)))
         payloads = tuple(tuple(_checked(record, header, next(bodies)) for header in chunk.headers) for chunk in found.chunks)
@@ -246,12 +246,12 @@ def _step_name(step: int, incarnation: int) -> str:
     return f"steps/{step // _FOLDER_SIZE:06d}/{step:09d}-{incarnation:06d}"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """As people write them: 1 to 4, 7."""
+def step_ranges(steps: Iterable[int]) -> str:
+    """For people, of ascending numbers: `1 to 4, 7, 9 to 12`; the first eight of them."""
     spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
         else:
-            spans.append([number, number])
+            spans.append([step, step])
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in spans[:8]) + (", …" if len(spans) > 8 else "") or "none"

@@ -55,6 +55,7 @@ from protocol.errors import (
     SlotLost,
     StepOrder,
 )
+from protocol.failpoints import Failpoint, failpoint
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
 from protocol.messages import Attempt, Edge, GroupHeader, JsonValue, Reason, Seq, SlotToken
@@ -303,6 +304,7 @@ class RedisLedger:
             orjson.dumps([_row(one) for one in history.checkpoints]),
         )
         for past in steps:
+            failpoint(Failpoint.TRAINER_REASSERTING)
             if past.step > covered:
                 gone = await self._gone([header for chunk in past.chunks for header in chunk.headers]) if await self._on_cluster() else ()
                 await self._call(_REASSERT_STEP, *me, *_past_step(past, history.checkpoints, gone))

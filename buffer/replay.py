@@ -17,12 +17,10 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from buffer.blobs import BlobStore
-from buffer.client import FETCH_BYTES
 from buffer.config import BufferConfig, StalenessGuard
 from buffer.contract import ChunkRecord, Ledger, LedgerStatus, RunState, StepRecord, TrainedStep
-from buffer.payloads import by_bytes
-from buffer.recording import RecordedGroup, RecordedStep, Recording
-from buffer.storage import Storage, read_payloads, storage_answers
+from buffer.recording import RecordedGroup, RecordedStep, Recording, step_ranges
+from buffer.storage import Storage, read_step, storage_answers
 from protocol.codec import decode_group, digest, encode_group
 from protocol.errors import ConfigError, ReplayGap
 from protocol.messages import GroupHeader, RolloutGroup, Seq, SlotToken
@@ -90,7 +88,7 @@ class JournalReader:
             if outcome is None:
                 return await self._from_spill(step)
             chunks = await self._ledger.chunks(step, step)
-            payloads = await self._payloads(step, chunks)
+            payloads = await read_step(self._ledger, self._storage, step, chunks)
             if await self._ledger.trained_step(step) == outcome:  # else it was rewound, dropped or trained again meanwhile
                 return _recorded(outcome, chunks, payloads)
         raise ReplayGap(f"step {step} was trained again {_READS} times while it was read: try again")
@@ -106,14 +104,16 @@ class JournalReader:
             raise ReplayGap("no trained step is held: the run has trained none yet, or all have left buffer.retention; buffer.spill keeps them")
         first, last = wanted.first if wanted.first is not None else held[0], wanted.last if wanted.last is not None else held[-1]
         if missing := sorted(set(range(first, last + 1)) - set(held)):
-            raise ReplayGap(f"steps {_spans(missing)} are not held; held are {_spans(held)}: ask for these, or keep more with buffer.retention or buffer.spill")
+            raise ReplayGap(
+                f"steps {step_ranges(missing)} are not held; held are {step_ranges(held)}: ask for these, or keep more with buffer.retention or buffer.spill"
+            )
         chosen = list(range(first, last + 1))
         if wanted.since is not None:
             chosen = chosen[await self._bisect(chosen, wanted.since, after=False) :]
         if wanted.until is not None:
             chosen = chosen[: await self._bisect(chosen, wanted.until, after=True)]
         if not chosen:
-            raise ReplayGap(f"no step of {_spans(range(first, last + 1))} was trained in that time: widen --since and --until")
+            raise ReplayGap(f"no step of {step_ranges(range(first, last + 1))} was trained in that time: widen --since and --until")
         return chosen
 
     async def follow(self, reader: str, wakeups: Wakeups, start: int) -> AsyncGenerator[RecordedStep, None]:
@@ -168,24 +168,17 @@ class JournalReader:
         outcome = await self._ledger.trained_step(step)
         return outcome.at if outcome is not None else (await self._from_spill(step)).at
 
-    async def _payloads(self, step: int, chunks: Sequence[ChunkRecord]) -> dict[tuple[Seq, SlotToken], bytes]:
-        """What there is of them, by group."""
-        found: dict[tuple[Seq, SlotToken], bytes] = {}
-        for batch in by_bytes([header for chunk in chunks for header in chunk.headers], FETCH_BYTES):
-            found |= await read_payloads(self._ledger, self._storage, step, batch)
-        return found
-
     async def _from_spill(self, step: int) -> RecordedStep:
         """Raises: `ReplayGap` saying what is held."""
         status = await self._ledger.status()
         held = await self._held(status)
         if self._storage.spill is None or step > status.trained:
-            raise ReplayGap(f"step {step} is not held; held are {_spans(held)}" + ("" if step <= status.trained else "; it is not trained yet"))
+            raise ReplayGap(f"step {step} is not held; held are {step_ranges(held)}" + ("" if step <= status.trained else "; it is not trained yet"))
         try:
             with storage_answers():
                 found = await asyncio.to_thread(self._storage.spill.read_step, step)
         except ReplayGap as problem:
-            raise ReplayGap(f"step {step} is neither in Redis nor in the spill; held are {_spans(held)}") from problem
+            raise ReplayGap(f"step {step} is neither in Redis nor in the spill; held are {step_ranges(held)}") from problem
         _refuse_holes(found)
         return found
 
@@ -242,17 +235,6 @@ def _recorded(outcome: TrainedStep, chunks: Sequence[ChunkRecord], payloads: dic
     )
 
 
-def _spans(steps: Iterable[int]) -> str:
-    """For people: `1 to 4, 7, 9 to 12`."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in runs) or "none"
-
-
 # -- recordings ----------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +285,7 @@ def recorded_steps(recording: Recording, settings: BufferConfig) -> Iterator[Rec
         yield from cut_into_steps(recording.groups(), settings)
         return
     if missing := sorted(set(range(steps[0], steps[-1] + 1)) - set(steps)):
-        raise ReplayGap(f"the recording has steps {_spans(steps)}, {_spans(missing)} are missing: record them again, or use a part without a hole")
+        raise ReplayGap(f"the recording has steps {step_ranges(steps)}, {step_ranges(missing)} are missing: record them again, or use a part without a hole")
     for step in steps:
         found = recording.read_step(step)
         _refuse_holes(found)

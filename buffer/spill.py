@@ -15,16 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from buffer.contract import ChunkRecord, Ledger, TrainedStep
-from buffer.payloads import by_bytes
 from buffer.recording import RecordedStep, Recording
-from buffer.storage import Storage, read_payloads
+from buffer.storage import Storage, read_step
 from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import GroupHeader, Seq, SlotToken
 
 _LOG = logging.getLogger(__name__)
 _AT_ONCE = 8
 """Steps asked for at a time; they are written one by one."""
-_READ_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +85,7 @@ class Spiller:
         chunks = await self._ledger.chunks(step, step)
         if outcome is None or not chunks:
             return False
-        payloads = await self._read(step, chunks)
+        payloads = await read_step(self._ledger, self._storage, step, chunks)
         record = _recorded(outcome, chunks, payloads)
         if await self._ledger.trained_step(step) != outcome:
             return False
@@ -97,12 +95,6 @@ class Spiller:
         failpoint(Failpoint.SPILL_SPILLED)
         self.status = SpillStatus(steps=self.status.steps + 1, failing_since=self.status.failing_since, problem=self.status.problem)
         return True
-
-    async def _read(self, step: int, chunks: Sequence[ChunkRecord]) -> dict[tuple[Seq, SlotToken], bytes]:
-        found: dict[tuple[Seq, SlotToken], bytes] = {}
-        for batch in by_bytes([header for chunk in chunks for header in chunk.headers], _READ_BYTES):
-            found |= await read_payloads(self._ledger, self._storage, step, batch)
-        return found
 
 
 def _recorded(outcome: TrainedStep, chunks: Sequence[ChunkRecord], payloads: dict[tuple[Seq, SlotToken], bytes]) -> RecordedStep:

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 from buffer.blobs import BlobStore
 from buffer.config import BufferConfig
-from buffer.contract import Ledger
+from buffer.contract import ChunkRecord, Ledger
+from buffer.payloads import by_bytes
 from buffer.recording import Recording, RecordingAbout
 from protocol.errors import ConfigError, PayloadLost, RunExists, StorageUnavailable
 from protocol.messages import GroupHeader, Seq, SlotToken
 from protocol.objects import object_store
+
+_READ_BYTES = 2 << 20
+"""At once: a pipeline of many large payloads is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,14 @@ async def read_payloads(ledger: Ledger, storage: Storage, step: int, headers: Se
             if (header.seq, header.token) not in found:
                 with contextlib.suppress(PayloadLost):
                     found[header.seq, header.token] = await ledger.payload(header)
+    return found
+
+
+async def read_step(ledger: Ledger, storage: Storage, step: int, chunks: Sequence[ChunkRecord]) -> dict[tuple[Seq, SlotToken], bytes]:
+    """`read_payloads` of all groups of a step, a few at a time."""
+    found: dict[tuple[Seq, SlotToken], bytes] = {}
+    for batch in by_bytes([header for chunk in chunks for header in chunk.headers], _READ_BYTES):
+        found |= await read_payloads(ledger, storage, step, batch)
     return found
 
 

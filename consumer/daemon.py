@@ -191,10 +191,12 @@ async def _mended(ledger: Ledger, folder: Path, witness: Path) -> LedgerStatus:
         *(status.trained, status.incarnation, newer.path, newer.step, newer.incarnation),
     )
     history = await asyncio.to_thread(history_on_disk, newer, found, folder, witness)
+    failpoint(Failpoint.TRAINER_BEFORE_REASSERT)
     try:
         await ledger.reassert(newer.incarnation, history.incarnations[newer.incarnation][2], history)
     except Fenced:
         _LOG.warning("another trainer has attached as incarnation %d since: going on from what it registered, %s is given up", newer.incarnation, newer.path)
+    failpoint(Failpoint.TRAINER_REASSERTED)
     return await ledger.status()
 
 

@@ -20,6 +20,7 @@ from buffer.witness import WitnessLine, read_witness
 from consumer.checkpoint import Checkpoint, Incarnations, checkpoints_on_disk
 from consumer.journal import JournalTail, read_journal
 from protocol.errors import LedgerRegressed
+from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import JsonValue, Seq
 from protocol.versions import Fork, Lineage, Version
 from weightsync.store import DirectoryStore
@@ -80,7 +81,9 @@ class Mender:
                 return
             _LOG.warning("%s; re-asserting up to step %d", seen, self._newest)
             history = await asyncio.to_thread(self.history)
+            failpoint(Failpoint.TRAINER_BEFORE_REASSERT)
             await self._ledger.reassert(self._attachment.incarnation, self._attachment.incarnation_id, history)
+            failpoint(Failpoint.TRAINER_REASSERTED)
             self._mended += 1
 
     @property
@@ -177,5 +180,7 @@ def newest_incarnation(folder: Path, witness: Path, store: DirectoryStore) -> in
     """That left anything on disk. An incarnation publishes before all else, so engines know of none that is newer: a number that comes twice would name two
     weights by one version.
     """
-    saved, published = checkpoints_on_disk(folder), store.versions()
-    return max((0, *(one.incarnation for one in (*saved, *published)), *(line.incarnation for line in read_witness(witness))))
+    left = [one.incarnation for one in checkpoints_on_disk(folder)]
+    left += [version.incarnation for version in store.versions()]
+    left += [line.incarnation for line in read_witness(witness)]
+    return max(left, default=0)

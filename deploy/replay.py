@@ -27,7 +27,7 @@ from deploy.config import reader_url
 from protocol.config import load
 from protocol.connection import Client, check_server, connect
 from protocol.daemon import run_daemon
-from protocol.errors import ConfigError, ReplayGap
+from protocol.errors import ConfigError, ReplayGap, Unavailable
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
 from protocol.messages import Edge
@@ -167,7 +167,7 @@ async def _export_groups(options: argparse.Namespace, wanted: ReplayRange, stop:
         with ExportWriter(path, run.about) as sheet:
             async for groups in source:
                 if stop.is_set():
-                    raise ConfigError(f"stopped: {path} is not written")
+                    raise Unavailable(f"stopped: {path} is not written; export again")
                 await asyncio.to_thread(sheet.write, groups)
                 count += len(groups)
     _say(f"{count} groups are in {path}\n")

@@ -49,6 +49,8 @@ class Failpoint(StrEnum):
     TRAINER_WITNESSED = "trainer.witnessed"
     TRAINER_TRAINED = "trainer.trained"
     TRAINER_BEFORE_REASSERT = "trainer.before_reassert"
+    TRAINER_REASSERTING = "trainer.reasserting"
+    """Before each step of the history; what was told before it is in the ledger."""
     TRAINER_REASSERTED = "trainer.reasserted"
     TRAINER_BEFORE_DRAIN = "trainer.before_drain"
     TRAINER_DRAINED = "trainer.drained"

@@ -194,9 +194,24 @@ local function passes(line, record, g)
   return total == 0 or (kept > 0 and kept >= tonumber(get('min_kept_share')) * total)
 end
 
+-- Freshest first, groups with a token over K lie where picks may never come (`Policy.lies_late`): what the guard refuses of them goes back before its turn.
+local function refuse_late(line, record)
+  if get('selection') ~= 'freshest' then return end
+  local refused = false
+  for _, seq in ipairs(call('ZRANGEBYSCORE', READY, whole(4294967296 * (1 - record.cutoff)), '+inf')) do
+    local g = group(seq)
+    if not passes(line, record, g) then
+      release(seq, g, 'stale', 'stale in step ' .. record.step)
+      refused = true
+    end
+  end
+  if refused then wake('slot') end
+end
+
 -- Fills `entry` from READY, in order of selection, releasing what the guard refuses. False, with nothing taken, when there is too little.
 local function fill(entry, record, chunk)
   local line, need, at = lineage(), entry.n - #entry.seqs, 0
+  refuse_late(line, record)
   local picks, refused = {}, {}
   while #picks < need do
     local candidates = call('ZRANGE', READY, at, at + need - #picks - 1)

@@ -43,7 +43,7 @@ local function settle(seq)
     add('trained_groups', 1)
     return
   end
-  local g = cjson.decode(raw)
+  local g = group(seq)
   detach(seq, g)
   if holds_payload(g) then drop_payload(seq, g) end
   call('HDEL', HEADERS, seq)
@@ -57,7 +57,7 @@ local function train(seq, to, header)
   if raw == 'T' or not raw then
     exhume(seq)
   else
-    local g = cjson.decode(raw)
+    local g = group(seq)
     detach(seq, g)
     if g.t ~= to.t and holds_payload(g) then drop_payload(seq, g) end
     to.f, to.p = g.f, g.p

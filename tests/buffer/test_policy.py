@@ -87,14 +87,29 @@ async def test_what_freshest_passes_over_grows_stale_and_is_retried(world: Harne
     await world.put(first, FIRST)
     assert await world.train(incarnation, 1) == [0]
     for step in (2, 3):
+        assert (await world.ledger.status()).releases == {}
         await world.serve(Version(1, step - 1))
         await world.produce(1, Version(1, step - 1))
-        assert await world.train(incarnation, step) == [step]
-    await world.serve(Version(1, 3))
-    assert await world.train_blocked(incarnation, 4) == Blocked(edge=Edge.NO_GROUP)
+        assert await world.train(incarnation, step) == [step], "there is always something fresher"
     assert (await world.ledger.status()).releases == {Reason.STALE: 1}
+    await world.serve(Version(1, 3))
     (again,) = await world.reserve(1)
     assert (again.seq, again.attempt) == (1, 2)
+
+
+async def test_what_freshest_passes_over_and_the_guard_would_take_stays(world: Harness) -> None:
+    """Half of its tokens may be over K: it is judged by what is left, and is there when nothing fresher is."""
+    incarnation = await world.start(settings(selection="freshest", groups_per_step=1, chunk_groups=1, pipeline_depth=2.0, max_staleness=1))
+    half, first = await world.reserve(2)
+    await world.put(first, FIRST)
+    await world.train(incarnation, 1)
+    await world.put(half, {FIRST: 5, Version(1, 1): 5})
+    for step in (2, 3):
+        await world.serve(Version(1, step - 1))
+        if step == 2:
+            await world.produce(1, Version(1, 1))
+        assert await world.train(incarnation, step) == [2 if step == 2 else 0]
+    assert (await world.ledger.status()).releases == {}
 
 
 async def test_a_released_group_of_any_selection_leaves_the_queue_and_may_come_again(world: Harness) -> None:

@@ -180,7 +180,9 @@ async def test_a_rewind_trains_on_spilled_payloads_and_their_extras(world: Harne
         await world.ledger.trained(second, step, f"w{step}", {})
 
 
-async def test_a_payload_that_is_in_neither_place_is_lost_and_leaves_a_hole(world: Harness, tmp_path: Path) -> None:
+async def test_a_payload_that_is_in_neither_place_is_lost_and_leaves_a_hole_that_is_told(
+    world: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = config_of(tmp_path, byte_budget=10_000)
     incarnation = await world.start(config)
     storage = open_storage(config, "demo")
@@ -198,9 +200,10 @@ async def test_a_payload_that_is_in_neither_place_is_lost_and_leaves_a_hole(worl
     chunk, groups = await TrainerBuffer(world.ledger, NeverWoken(), second, storage).fetch(leased)
     assert [header.seq for header, _ in groups] == [header.seq for header in chunk.headers] == [0]
     assert chunk.revision > leased.revision
+    assert "step 1 is trained again without groups that it had (1): this resume is not exact" in caplog.text
 
 
-async def test_a_blob_that_is_gone_makes_its_group_a_lost_payload(world: Harness, tmp_path: Path) -> None:
+async def test_a_blob_that_is_gone_makes_its_group_a_lost_payload(world: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(tmp_path, chunk_groups=4)
     incarnation = await world.start(config)
     storage = open_storage(config, "demo")
@@ -219,6 +222,7 @@ async def test_a_blob_that_is_gone_makes_its_group_a_lost_payload(world: Harness
     assert [header.seq for header, _ in groups] == [0, 1, 3, 4]
     assert trained.headers == tuple(header for header, _ in groups)
     assert (await world.ledger.status()).releases == {Reason.PAYLOAD_LOST: 1}
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "the step is whole, so nothing is inexact"
 
 
 async def test_a_store_that_does_not_answer_is_not_a_lost_payload(world: Harness, tmp_path: Path, monkeypatch: Any) -> None:

@@ -6,10 +6,14 @@ import asyncio
 import dataclasses
 import random
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
+from buffer.config import BufferConfig
 from buffer.contract import Attachment, Blocked, CheckpointRef, ChunkRecord, Granted, History, PastStep, Slot
 from protocol.connection import connect
 from protocol.errors import RollstreamError
@@ -21,14 +25,19 @@ from .conftest import IDENTITY, PureHarness, RedisHarness, reference, settings
 
 pytestmark = pytest.mark.redis
 GUARDS = ("mask", "drop", "correct")
+EVENTS = (
+    ["reserve", "put", "put", "train"] * 4
+    + ["serve", "serve", "release", "time", "attach", "checkpoint", "checkpoint", "read", "again"]
+    + ["spill", "letters", "aside", "follow", "sweep", "copy", "lose", "reassert", "reassert"]
+)
 
 
 class Pair:
     """The same call to both; slot tokens differ, so slots are kept in pairs."""
 
-    def __init__(self, pure: PureHarness, on_redis: RedisHarness, seed: int) -> None:
+    def __init__(self, pure: PureHarness, on_redis: RedisHarness, draw: random.Random) -> None:
         self.both = (pure, on_redis)
-        self.random = random.Random(seed)
+        self.random = draw
         self.slots: list[tuple[Slot, Slot]] = []
         self.incarnation = 0
         self.trained = 0
@@ -53,17 +62,15 @@ class Pair:
         assert _plain(answers[0]) == _plain(answers[1]), "\n".join([*self.calls[-25:], f"redis: {answers[1]}"])
         return answers
 
-    async def event(self) -> None:
-        dice = self.random.choice(
-            ["reserve", "put", "put", "train"] * 4
-            + ["serve", "serve", "release", "time", "attach", "checkpoint", "checkpoint", "read", "again"]
-            + ["spill", "letters", "aside", "follow", "sweep", "copy", "lose", "reassert", "reassert"]
-        )
-        await getattr(self, f"_{dice}")()
+    async def event(self, name: str) -> None:
+        await getattr(self, f"_{name}")()
         await self.same("status", *(one.ledger.status() for one in self.both))
         if len(self.calls) % 8 == 0:
-            for one in self.both:
-                assert not (wrong := await one.violations()), (wrong, self.calls[-25:])
+            await self.check()
+
+    async def check(self) -> None:
+        for one in self.both:
+            assert not (wrong := await one.violations()), (wrong, self.calls[-25:])
 
     async def _reserve(self) -> None:
         n = self.random.randint(1, 4)
@@ -270,26 +277,58 @@ def _plain(answer: object) -> object:
     return answer
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_any_sequence_of_calls_gives_the_same_answers(seed: int, redis_url: str) -> None:
-    async def life() -> None:
+def live(redis_url: str, config: BufferConfig, events: Iterable[str], draw: random.Random, *, cluster: bool) -> Pair:
+    """Both ledgers through the same events."""
+
+    async def life() -> Pair:
         client = connect(redis_url)
-        keys = Keys(f"t-{uuid.uuid4().hex[:12]}")
-        pair = Pair(PureHarness(), RedisHarness(client, keys, cluster=seed % 5 == 4), seed)
-        config = settings(
-            groups_per_step=3, selection=["oldest", "freshest", "fifo"][seed // 2 % 3], pipeline_depth=[1.0, 0.0, 1.5][seed % 3],
-            max_staleness=seed % 3, staleness_guard=GUARDS[seed % 4 % 3],
-            slot_seconds=6000.0, max_attempts=2, byte_budget=1500, retention=seed % 2 * 3,
-            retention_bytes=seed % 3 * 150, retention_seconds=seed % 4 * 20.0, spill="spill" * (seed // 2 % 2), blobs="blobs" * (seed % 2),
-        )  # fmt: skip
+        pair = Pair(PureHarness(), RedisHarness(client, Keys(f"t-{uuid.uuid4().hex[:12]}"), cluster=cluster), draw)
         try:
             await pair.same("create", *(one.ledger.create(IDENTITY, config) for one in pair.both))
             await pair._attach()
-            for _ in range(160):
-                await pair.event()
-            assert pair.trained or pair.incarnation > 1
+            for name in events:
+                await pair.event(name)
+            await pair.check()
         finally:
             await pair.both[1].ledger.delete_run()  # type: ignore[attr-defined]
             await client.aclose()
+        return pair
 
-    asyncio.run(life())
+    return asyncio.run(life())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_long_life_gives_the_same_answers(seed: int, redis_url: str) -> None:
+    config = settings(
+        groups_per_step=3, selection=["oldest", "freshest", "fifo"][seed // 2 % 3], pipeline_depth=[1.0, 0.0, 1.5][seed % 3],
+        max_staleness=seed % 3, staleness_guard=GUARDS[seed % 4 % 3],
+        slot_seconds=6000.0, max_attempts=2, byte_budget=1500, retention=seed % 2 * 3,
+        retention_bytes=seed % 3 * 150, retention_seconds=seed % 4 * 20.0, spill="spill" * (seed // 2 % 2), blobs="blobs" * (seed % 2),
+    )  # fmt: skip
+    draw = random.Random(seed)
+    pair = live(redis_url, config, (draw.choice(EVENTS) for _ in range(160)), draw, cluster=seed % 5 == 4)
+    assert pair.trained or pair.incarnation > 1
+
+
+CONFIGS = st.builds(
+    settings,
+    groups_per_step=st.integers(1, 4),
+    chunk_groups=st.just(1),
+    pipeline_depth=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    max_staleness=st.integers(0, 3),
+    staleness_guard=st.sampled_from(GUARDS),
+    selection=st.sampled_from(["oldest", "freshest", "fifo"]),
+    slot_seconds=st.just(6000.0),
+    max_attempts=st.integers(1, 3),
+    byte_budget=st.sampled_from([600, 1500, 100_000]),
+    retention=st.integers(0, 3),
+    retention_bytes=st.sampled_from([0, 150]),
+    spill=st.sampled_from(["", "spill"]),
+    blobs=st.sampled_from(["", "blobs"]),
+)
+
+
+@given(config=CONFIGS, events=st.lists(st.sampled_from(EVENTS), min_size=5, max_size=40), draw=st.randoms(use_true_random=False), cluster=st.booleans())
+@hypothesis_settings(max_examples=40)
+def test_any_sequence_of_calls_gives_the_same_answers(redis_url: str, config: BufferConfig, events: list[str], draw: random.Random, cluster: bool) -> None:
+    live(redis_url, config, events, draw, cluster=cluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import time
@@ -17,17 +18,18 @@ from buffer.contract import Blocked
 from buffer.exchange import Export
 from buffer.recording import Recording
 from buffer.redis_ledger import RedisLedger
-from buffer.replay import JournalReader
+from buffer.replay import JournalReader, ReplayRange
 from buffer.storage import Storage
 from buffer.witness import read_witness
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
 from consumer.main import main as rl_trainer
 from deploy.cli import main
+from deploy.replay import _export_groups
 from protocol.codec import digest, encode_group
 from protocol.config import validate
 from protocol.connection import Client, connect
-from protocol.errors import EXIT_CONFIG, EXIT_FAULT, RunEnded, RunMissing
+from protocol.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_TRY_AGAIN, RunEnded, RunMissing, Unavailable
 from protocol.identity import identify
 from protocol.keys import Keys
 from protocol.messages import GroupHeader, Rollout, RolloutGroup, Span
@@ -244,6 +246,20 @@ def test_groups_go_from_one_run_into_another(
     first, back = ([group.payload for group in Export(one).groups()] for one in (path, tmp_path / f"ready.{suffix}"))
     assert first == back
     assert asked(trained.url, keys, lambda ledger: ledger.status()).ready == 2, "an export takes nothing"
+
+
+def test_an_export_that_is_stopped_writes_nothing_and_blames_no_configuration(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "groups.jsonl"
+
+    async def stopped() -> None:
+        stop = asyncio.Event()
+        stop.set()
+        await _export_groups(argparse.Namespace(config=str(trained.file), set=[], out=str(out), buffered=False), ReplayRange(), stop)
+
+    with pytest.raises(Unavailable, match="is not written") as caught:
+        asyncio.run(stopped())
+    assert caught.value.exit_code == EXIT_TRY_AGAIN
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
