@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill test check bench-buffer coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
+.PHONY: help install demo drill test check soak bench-buffer coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -40,10 +40,10 @@ drill: $(VENV)/installed-all  ## the demo under kill -9 (DRILL=processes or DRIL
 # The lanes of the test suite, with the minutes each may take on two cores.
 test: lane-unit lane-redis lane-cluster lane-demo lane-faults  ## the whole test suite
 
-lane-unit: $(VENV)/installed-dev  # 4 minutes
+lane-unit: $(VENV)/installed-dev  # 6 minutes
 	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults'
 
-lane-redis: $(VENV)/installed-dev  # 4 minutes
+lane-redis: $(VENV)/installed-dev  # 5 minutes
 	$(BIN)/pytest -q -m 'redis and not cluster and not demo and not faults'
 
 lane-cluster: $(VENV)/installed-dev  # 3 minutes
@@ -52,7 +52,7 @@ lane-cluster: $(VENV)/installed-dev  # 3 minutes
 lane-demo: $(VENV)/installed-dev  # 4 minutes
 	$(BIN)/pytest -q -m 'demo and not faults'
 
-lane-faults: $(VENV)/installed-dev  # 3 minutes
+lane-faults: $(VENV)/installed-dev  # 10 minutes
 	$(BIN)/pytest -q -m faults
 
 # The peers bring Ray and 1.4 GB with them, so they have an environment of their own.
@@ -65,6 +65,10 @@ $(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 
 bench-buffer: $(BENCH)/installed  ## the buffer against the ceiling of its server and against other queues
 	$(BENCH)/bin/python -m benchmarks.buffer
+
+soak: $(VENV)/installed-dev  ## 20,000 simulated runs, then 300 runs of real processes under kill -9: an hour or two
+	$(BIN)/python -m benchmarks.simulator --seeds 20000 --jobs 2
+	$(BIN)/python -m tests.faults.soak --rounds 300
 
 coverage: $(VENV)/installed-dev  ## lines and branches that the suite without demo and faults reaches
 	$(BIN)/pytest -q -m 'not demo and not faults' --cov --cov-report=term

@@ -33,6 +33,8 @@ class ImportPlan:
     groups: int
     as_version: Version | None
     """None: each group keeps its versions, and its payload's bytes."""
+    newest: bool = False
+    """`as_version` follows the run as it trains on."""
 
 
 async def plan_import(export: Export, ledger: Ledger, *, run: str, identity: RunIdentity, as_version: str | None) -> ImportPlan:
@@ -48,7 +50,7 @@ async def plan_import(export: Export, ledger: Ledger, *, run: str, identity: Run
         version = newest if as_version == NEWEST else _parsed(as_version)
         if not _knows(status, version):
             raise ConfigError(f"--as-version {version}: run {run!r} has no such version; its newest is {newest}")
-        return ImportPlan(groups=groups, as_version=version)
+        return ImportPlan(groups=groups, as_version=version, newest=as_version == NEWEST)
     unknown = sorted(version for version in versions if not _knows(status, version))
     advice = "give --as-version newest, or one of this run's versions, to have them trained as if that policy had written them"
     if unknown:
@@ -74,12 +76,20 @@ async def import_groups(
 
     Raises: `RunEnded`; `ConfigError` for a group that is too old for the run's guard by now. What was put before stays.
     """
-    owner, put = f"import-{secrets.token_hex(8)}", 0
+    owner, put, version = f"import-{secrets.token_hex(8)}", 0, plan.as_version
     rows = export.groups()
     while (row := await asyncio.to_thread(next, rows, None)) is not None:
-        header, payload = _prepared(row, plan.as_version, export.about.run)
+        header, payload = _prepared(row, version, export.about.run)
         while True:
-            slot = await _reserve(ledger, header, owner=owner, wakeups=wakeups, stop=stop, on_blocked=on_blocked)
+            try:
+                slot = await _reserve(ledger, header, owner=owner, wakeups=wakeups, stop=stop, on_blocked=on_blocked)
+            except _TooOld as problem:
+                status = await ledger.status()
+                if not plan.newest or header.oldest == (version := Version(status.incarnation, status.trained)):
+                    there = f"the {put} of {plan.groups} groups before it are in the run and stay, and the whole file again would put them twice"
+                    raise ConfigError(f"{problem}; --as-version newest takes it anyway" + (f"; {there}" if put else "")) from problem
+                header, payload = _prepared(row, version, export.about.run)
+                continue
             if slot is None:
                 return put
             placed = dataclasses.replace(header, seq=slot.seq, attempt=slot.attempt, token=slot.token)
@@ -95,10 +105,14 @@ async def import_groups(
     return put
 
 
+class _TooOld(Exception):
+    """The guard would not let the group into any step from now on."""
+
+
 async def _reserve(
     ledger: Ledger, header: GroupHeader, *, owner: str, wakeups: Wakeups, stop: asyncio.Event, on_blocked: Callable[[Edge], None]
 ) -> Slot | None:
-    """A slot for the group. None: `stop` came first."""
+    """A slot for the group. None: `stop` came first. Raises: `_TooOld`."""
     request = secrets.token_hex(8)
     while not stop.is_set():
         mark = wakeups.mark(Topic.SLOT, Topic.RUN)
@@ -106,9 +120,7 @@ async def _reserve(
         if not isinstance(answer, Blocked):
             return answer.slots[0]
         if answer.edge is Edge.NO_VERSION:
-            raise ConfigError(
-                f"group {header.metadata['imported']} was written by {header.oldest}, which is too old for the run by now; --as-version newest takes it anyway"
-            )
+            raise _TooOld(f"group {header.metadata['imported']} was written by {header.oldest}, which is too old for the run by now")
         on_blocked(answer.edge)
         await wakeups.wait(Topic.SLOT, Topic.RUN, since=mark)
     return None

@@ -1,7 +1,7 @@
 """Rule R1 in the pure ledger: a ledger that lost acknowledged writes is told by the trainer what became of it.
 
-    begin     groups of steps that have left the journal are TRAINED and freed; what the ledger took for other steps than the trainer did is RELEASED;
-              `trained` is the oldest kept checkpoint's step
+    begin     groups of steps up to the oldest kept checkpoint's are TRAINED, and freed unless both sides know the same of their step; what the ledger took
+              for other steps than the trainer did is RELEASED; `trained` is that checkpoint's step
     install   one step, ascending: its chunks are in the journal, its groups TRAINED; once for each later step
     end       bytes over the budget come free; the trainer's calls are let in again
 
@@ -47,13 +47,16 @@ def _begin(state: State, incarnation: int, incarnation_id: str, history: History
         if known_id:
             state.attached.add(known_id)
     covered = max(covered_step(history), state.dropped)
-    covered_bytes = state.bytes_up_to(covered)
     taken = {past.step: set(past.seqs) for past in history.steps if past.step > state.dropped}
     everything = set().union(*taken.values())
     follows = max(taken, default=covered)
+    closed = _closed(state, covered, history)
+    closed_bytes = state.bytes_up_to(closed)
     for step in sorted(state.current):
         mine = {seq for chunk in state.chunks_of(step) for seq in chunk.seqs}
-        if step <= covered:
+        if closed < step <= covered:
+            continue
+        if step <= closed:
             _close(state, step, everything if step in taken else mine)
         elif step in taken:
             _reopen(state, step, taken[step])
@@ -67,11 +70,23 @@ def _begin(state: State, incarnation: int, incarnation_id: str, history: History
         state.drop_slots()
     _raise_high_water(state, max(everything, default=-1) + 1)
     for step, seqs in taken.items():
-        for seq in seqs if step <= covered else ():
+        for seq in seqs if step <= closed else ():
             _settle(state, seq)
-    state.trained, state.floor, state.dropped, state.dropped_bytes = covered, max(state.floor, covered), covered, covered_bytes
+    state.trained, state.floor, state.dropped, state.dropped_bytes = covered, max(state.floor, covered), closed, closed_bytes
     state.checkpoints = [one for one in history.checkpoints if one.step == covered]
     return covered
+
+
+def _closed(state: State, covered: int, history: History) -> int:
+    """The newest covered step that leaves the journal. Later ones stay, for replays and for the spill: both sides know the same of them."""
+    theirs = {past.step: past for past in history.steps}
+    closed = covered
+    while state.dropped < closed <= state.trained and (past := theirs.get(closed)) is not None:
+        mine = [seq for chunk in state.chunks_of(closed) for seq in chunk.seqs]
+        if state.digests.get(closed) != past.digest or sorted(mine) != sorted(past.seqs):
+            break
+        closed -= 1
+    return closed
 
 
 def _close(state: State, step: int, trained: set[Seq]) -> None:
@@ -101,7 +116,7 @@ def _raise_high_water(state: State, high: int) -> None:
 
 
 def _settle(state: State, seq: Seq) -> None:
-    """TRAINED and freed, whatever it was."""
+    """TRAINED and freed, whatever it was. The spill may have it already, and refer to its blobs: they stay."""
     group = state.groups.get(seq)
     if group is None:
         _exhume(state, seq)
@@ -110,7 +125,7 @@ def _settle(state: State, seq: Seq) -> None:
     if group.freed:
         return
     _detach(state, seq, group)
-    state.drop_payload(seq, group)
+    state.drop_payload(seq, group, recorded=bool(state.settings.spill))
     state.trained_groups += 1
     if seq < state.low_seq:
         del state.groups[seq]

@@ -209,7 +209,7 @@ def _chosen(known: Collection[CheckpointRef], back: _Back | None) -> CheckpointR
     for one in known:
         if one.step == back.step:
             return one
-    steps = ", ".join(str(one.step) for one in known) or "none"
+    steps = ", ".join(map(str, sorted({one.step for one in known}))) or "none"
     where = "registered or on disk" if back.abandon else "registered"
     raise ConfigError(f"--from-step {back.step}: no checkpoint of that step is {where}; {where} are {steps}")
 

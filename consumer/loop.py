@@ -33,7 +33,7 @@ from consumer.mending import Mender
 from consumer.stats import REWARD_WINDOW, MetricsFile, step_stats
 from consumer.stopping import stop_reason
 from consumer.worker import Worker
-from protocol.errors import LedgerRegressed
+from protocol.errors import LedgerRegressed, StepOrder
 from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Edge, GroupHeader, JsonValue, RolloutGroup, TrainerStatus
 from protocol.versions import Version
@@ -71,6 +71,8 @@ class _Gathered:
     chunks: list[ChunkRecord]
     batches: list[ChunkBatch]
     wait_s: float
+    since: int
+    """`Mender.mended` before its first group was taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,7 +158,7 @@ class TrainingLoop:
         after = await parts.worker.call(self._finish, step, gathered.batches)
         parts.mender.stepped(step, gathered.chunks)
         stats = step_stats(gathered.batches, after.report, seconds=time.monotonic() - started_s, wait_s=gathered.wait_s, train_s=parts.worker.busy_s - busy_s)
-        reply = await parts.mender.trained(self._incarnation, step, after.digest, stats)
+        reply = await parts.mender.trained(self._incarnation, step, after.digest, stats, since=gathered.since)
         failpoint(Failpoint.TRAINER_TRAINED)
         await self._edge(background, step, after, stats, wanted=reply.checkpoint_wanted)
         return True
@@ -165,20 +167,26 @@ class TrainingLoop:
         """All chunks of the step, their gradients accumulated; None, and nothing accumulated, if `stopped` came first. Where the ledger forgot what it had
         leased, the step begins again once the ledger is mended (rule R1).
         """
+        mender = self._parts.mender
         while True:
-            since = self._parts.mender.mended
+            since, forgot = mender.mended, None
             try:
-                gathered = await self._take_all(step, stopped)
+                gathered = await self._take_all(step, stopped, since)
             except* LedgerRegressed as problems:
-                forgot = problems
+                forgot = cast("LedgerRegressed", problems.exceptions[0])
+            except* StepOrder:  # what was leased before it was mended, at somebody else's call, is not leased any more
+                if await mender.told() == since:
+                    raise
             else:
-                if gathered is None:
-                    await self._parts.worker.call(self._parts.backend.abandon_step)
-                return gathered
+                if gathered is not None and await mender.told() == since:
+                    return gathered
             await self._parts.worker.call(self._parts.backend.abandon_step)
-            await self._parts.mender.mend(cast("LedgerRegressed", forgot.exceptions[0]), since=since)
+            if stopped.done():
+                return None
+            if forgot is not None:
+                await mender.mend(forgot, since=since)
 
-    async def _take_all(self, step: int, stopped: asyncio.Task[bool]) -> _Gathered | None:
+    async def _take_all(self, step: int, stopped: asyncio.Task[bool], since: int) -> _Gathered | None:
         parts, wait_s = self._parts, 0.0
         self._show(step=step)
         await parts.ledger.open_step(self._incarnation, step)
@@ -204,7 +212,7 @@ class TrainingLoop:
                 self.status = dataclasses.replace(self.status, moved_at=time.time())
                 if taken.chunk.last:
                     break
-        return None if stopped.done() else _Gathered(chunks=chunks, batches=batches, wait_s=wait_s)
+        return None if stopped.done() else _Gathered(chunks=chunks, batches=batches, wait_s=wait_s, since=since)
 
     async def _take(self, step: int, index: int) -> _Taken:
         leased = await self._parts.buffer.lease(step, index, self._blocked)

@@ -58,7 +58,10 @@ async def _start(options: argparse.Namespace, stop: asyncio.Event) -> None:
         return
     config.check()
     if not config.redis.url:
-        raise ConfigError("redis.url is empty: give the URL of the run's Redis, such as unix:///run/redis.sock (`rollstream up` starts one of its own)")
+        raise ConfigError(
+            "redis.url is empty: give the URL of the run's Redis, such as --set redis.url=unix:///run/redis.sock; the one that `rollstream up` started is "
+            f"redis_url in {config.run.folder / 'processes.json'}"
+        )
     keys = Keys(config.run.name)
     identity = identify(config.run, config.model, config.data, config.rollout)
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)

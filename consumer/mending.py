@@ -62,7 +62,10 @@ class Mender:
         self.journal.add(step, chunks)
         self._newest = step
 
-    async def trained(self, incarnation: int, step: int, digest: str, stats: Mapping[str, JsonValue]) -> TrainedReply:
+    async def trained(self, incarnation: int, step: int, digest: str, stats: Mapping[str, JsonValue], *, since: int) -> TrainedReply:
+        """`since`: `mended` before the step's groups were taken. What the ledger was told later did not know that they are trained, and is told again."""
+        if (told := await self.told()) != since:
+            await self.mend(LedgerRegressed(f"step {step} was taken before the ledger was mended"), since=told)
         reply = await self._through(lambda: self._ledger.trained(incarnation, step, digest, stats))
         self._lineage = reply.lineage
         return reply
@@ -90,6 +93,11 @@ class Mender:
     def mended(self) -> int:
         """How often the ledger was told again."""
         return self._mended
+
+    async def told(self) -> int:
+        """`mended`, with what is under way: an answer that the ledger gave after it was told again is never taken for one from before."""
+        async with self._mending:
+            return self._mended
 
     def history(self) -> History:
         lines = read_witness(self._witness)

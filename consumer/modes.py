@@ -118,7 +118,7 @@ async def run_shadow(config: TrainerDaemonConfig, run: RunHandle, stop: asyncio.
     async with wakeups(run.client, run.keys) as waker, _bench(config, config.run.folder / member) as bench:
         status = await run.ledger.status()
         start = await asyncio.to_thread(_newest_of_line, bench.shelf, status.lineage)
-        if start is None and from_step is not None:
+        if start is None and from_step:  # step 0 is the starting weights
             start = await registered_checkpoint(config, status.checkpoints, from_step)
         progress = Progress() if start is None else await bench.restore(start)
         if status.trained > progress.step and progress.step + 1 not in await reader.held():
@@ -154,6 +154,8 @@ async def run_replay(
     start = await registered_checkpoint(config, (await run.ledger.status()).checkpoints, at) if at else None
     if await asyncio.to_thread((plan.folder / "metrics.jsonl").exists):
         raise ConfigError(f"{plan.folder} holds an earlier replay: move it away, or choose another folder with --dir")
+    if at != before:
+        _LOG.warning("step %d is trained on the weights of step %d, not of step %d: the weights will not be the run's", steps[0], at, before)
     async with _bench(config, plan.folder) as bench:
         found = Progress() if start is None else await bench.restore(start)
         progress = dataclasses.replace(found, step=before)
@@ -172,6 +174,8 @@ async def run_recorded(config: TrainerDaemonConfig, where: str, stop: asyncio.Ev
     async with _bench(config, config.run.folder / "recorded") as bench:
         kept = await asyncio.to_thread(bench.shelf.kept)
         progress = await bench.restore(await asyncio.to_thread(bench.shelf.read, *kept[-1])) if kept else Progress(step=before)
+        start = f"after step {progress.step}, from the checkpoint of an earlier start in {bench.folder}" if kept else f"with step {before + 1}, from model.path"
+        _LOG.info("begins %s", start)
         with bench.training(source, progress, stop=config.stop) as training:
             reason = await training.run(stop)
         _LOG.info("ended after step %d: %s; see %s", training.progress.step, reason, bench.folder)
@@ -184,8 +188,8 @@ async def registered_checkpoint(config: TrainerDaemonConfig, registered: Sequenc
             return await asyncio.to_thread(read_checkpoint, reference, folder=config.checkpoint_folder)
     steps = ", ".join(str(one.step) for one in registered) or "none"
     raise ConfigError(
-        f"the run has no checkpoint of step {step} to start from; registered are {steps}: begin with the step after one of these, give one of them as "
-        "--from-step, or keep more with checkpoint.keep"
+        f"the run has no checkpoint of step {step} to start from; registered are {steps}: begin with the step after one of these, or with step 1, give one of "
+        "them, or 0 for the starting weights, as --from-step, or keep more with checkpoint.keep"
     )
 
 

@@ -61,8 +61,8 @@ def tables(found: bodies.Bias) -> list[Table | str]:
     """For people: a row a bucket, and the total."""
     reasons = list(found.total.dropped)
     shown: list[Table | str] = [
-        _table("tokens by length of their rollout, up to", found.lengths, found.total, reasons),
-        _table("tokens by age: steps behind the newest trained, when stored / dropped / trained", found.ages, found.total, reasons),
+        _table("tokens by length of their rollout, up to", found.lengths, found.total, reasons, share=True),
+        _table("tokens by age: steps behind the newest trained, when stored / dropped / trained", found.ages, found.total, reasons, share=False),
         "groups dropped: " + (", ".join(f"{count} {reason}" for reason, count in found.dropped_groups.items()) or "none"),
     ]
     if found.unaccounted_tokens:
@@ -70,12 +70,13 @@ def tables(found: bodies.Bias) -> list[Table | str]:
     return shown
 
 
-def _table(title: str, flows: Mapping[str, bodies.Flow], total: bodies.Flow, reasons: list[str]) -> Table:
+def _table(title: str, flows: Mapping[str, bodies.Flow], total: bodies.Flow, reasons: list[str], *, share: bool) -> Table:
+    """`share` of what was generated; not by age, as a token is generated at one and trained at another."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2), header_style="bold")
-    for name in ("", "generated", *(f"dropped {reason}" for reason in reasons), "masked", "outstanding", "trained", "share trained"):
+    for name in ("", "generated", *(f"dropped {reason}" for reason in reasons), "masked", "outstanding", "trained", *(("share trained",) if share else ())):
         table.add_column(name, justify="right")
     for name, flow in (*flows.items(), ("all", total)):
-        share = "-" if flow.trained_share is None else f"{100 * flow.trained_share:.1f}%"
+        part = "-" if flow.trained_share is None else f"{100 * flow.trained_share:.1f}%"
         dropped = [str(flow.dropped.get(reason, 0)) for reason in reasons]
-        table.add_row(name, str(flow.generated), *dropped, str(flow.masked), str(flow.outstanding), str(flow.trained), share)
+        table.add_row(name, str(flow.generated), *dropped, str(flow.masked), str(flow.outstanding), str(flow.trained), *((part,) if share else ()))
     return table

@@ -67,7 +67,10 @@ def reader_url(run: RunConfig, redis: RedisConfig) -> str:
     if path.exists():
         return f"unix://{path}"
     if (run.folder / "summary.json").exists():
-        raise ConfigError(f"run {run.name!r} has ended, and its Redis with it: see {run.folder / 'summary.json'}, or go on with it by `rollstream up --resume`")
+        raise ConfigError(
+            f"run {run.name!r} has ended, and its Redis with it: see {run.folder / 'summary.json'}; to look into it or replay it, leave `rollstream redis "
+            f"--dir {run.folder / 'redis'}` running meanwhile; `rollstream up --resume` goes on with it"
+        )
     raise ConfigError(f"redis.url is empty and no server of `rollstream up` runs for {run.folder}: start the run, or set redis.url")
 
 

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from buffer.contract import CheckpointRef
 from buffer.fork import Moved, RunCopy, copy_payloads, copy_stores, drop_payloads, read_run, write_run
 from buffer.redis_ledger import RedisLedger
 from buffer.witness import whole_lines
-from deploy.config import ReaderConfig
+from deploy.config import ReaderConfig, reader_url
 from deploy.runs import reached, run_names
 from protocol.connection import Client
 from protocol.durable import sync_folder, write_file
@@ -52,16 +53,21 @@ class Forked:
 
 def fork_run(options: argparse.Namespace) -> int:
     """Fork and say what to do next. Raises: `RunMissing`, `RunExists`, `ConfigError`."""
-    made = asyncio.run(_fork(options))
+    made, url = asyncio.run(_fork(options))
+    again = [("redis.url", url), ("run.name", options.to), ("run.dir", str(made.folder))]
+    words = ["rollstream", "up", "-c", options.config or f"FILE of {options.run}", "--resume"]
+    words += [word for one in (*options.set, *(f"{key}={value}" for key, value in again)) for word in ("--set", one)]
     sys.stdout.write(
         f"{options.to}: goes on from step {made.step} of {options.run}, with {made.groups} groups of it; its folder is {made.folder}\n"
-        f"resume it with the file of {options.run} and: --resume --set run.name={options.to} --set run.dir={made.folder}\n"
+        f"it lives in the same Redis, which must stay; go on with: {shlex.join(words)}\n"
     )
     return 0
 
 
-async def _fork(options: argparse.Namespace) -> Forked:
+async def _fork(options: argparse.Namespace) -> tuple[Forked, str]:
+    """What was made, and the URL of the Redis that it is in."""
     async with reached(options) as (client, config):
+        url = options.redis if config is None else reader_url(config.run, config.redis)
         source, target = Keys(options.run), Keys(options.to)
         names = await run_names(client)
         if source.run not in names:
@@ -69,7 +75,7 @@ async def _fork(options: argparse.Namespace) -> Forked:
         if target.run in names:
             raise RunExists(f"run {target.run!r} exists already: use another name, or `rollstream runs delete {target.run}`")
         old, new = folders(options, config)
-        return await fork(client, source, target, old, new, step=options.step)
+        return await fork(client, source, target, old, new, step=options.step), url
 
 
 def folders(options: argparse.Namespace, config: ReaderConfig | None) -> tuple[Path, Path]:

@@ -58,7 +58,7 @@ def show_letters(options: argparse.Namespace) -> int:
             ("group", letter.seq),
             ("reason", letter.reason),
             ("attempts", f"{letter.attempt}, {letter.failures} of them counted"),
-            ("prompt", letter.prompt_id or "by its number"),
+            ("prompt", letter.prompt_id or "not recorded: its number, the seed and the data give it"),
             ("died", f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(letter.at))}, {_ago(letter)}"),
             ("why", letter.why or "not told"),
         )

@@ -121,12 +121,15 @@ async def _dump(options: argparse.Namespace, wanted: ReplayRange, stop: asyncio.
 
 
 def _describe(recording: Recording, about: RecordingAbout) -> None:
-    """Raises: `ConfigError` for a recording of another run: steps of two runs in one folder are no history."""
+    """Raises: `ConfigError` for a recording of another run, as steps of two runs in one folder are no history, and for a place that takes no recording."""
     with contextlib.suppress(ReplayGap):
         found = recording.about()
         if (found.run, found.identity) != (about.run, about.identity):
             raise ConfigError(f"--out {recording.url} holds a recording of run {found.run!r}: choose another folder")
-    recording.describe(about)
+    try:
+        recording.describe(about)
+    except OSError as problem:
+        raise ConfigError(f"--out {recording.url}: cannot be written ({problem.strerror or problem}); give a folder or a URL") from problem
 
 
 async def _train_again(options: argparse.Namespace, wanted: ReplayRange, stop: asyncio.Event) -> None:

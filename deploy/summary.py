@@ -222,7 +222,8 @@ def table(summary: Summary, *, title: str = "Result") -> Table:
     grid = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
     grid.add_column(style="dim")
     grid.add_column()
-    groups = " ".join(f"{summary[f'groups_{what}']} {what}," for what in ("reserved", "trained", "lost", "duplicated"))
+    lost = "lost not known without Redis" if summary["groups_lost"] is None else f"{summary['groups_lost']} lost"
+    groups = f"{summary['groups_reserved']} reserved, {summary['groups_trained']} trained, {lost}, {summary['groups_duplicated']} duplicated,"
     if dead := sum(summary["groups_dead"].values()):
         groups += f" {dead} dead,"
     if summary["groups_outstanding"]:

@@ -17,12 +17,12 @@ _PAUSE_S = 0.5
 
 
 async def through_outage(call: Callable[[], Awaitable[T]], *, deadline_s: float) -> T:
-    """The result of `call`, which is asked again while Redis is away, and once more where it lost writes (rule R1): what that cost, the calls that follow tell,
-    slot by slot. Only for calls that may be repeated, as all of the ledger's may.
+    """The result of `call`, which is asked again while Redis is away, and at once where it lost writes (rule R1), which a slot's owner is told only once: what
+    that cost, the calls that follow tell, slot by slot. Only for calls that may be repeated, as all of the ledger's may.
 
     Raises: `RedisUnavailable`, or `LedgerRegressed`, once that has gone on for `deadline_s` seconds; the process then ends and is started again.
     """
-    began = time.monotonic()
+    began, told = time.monotonic(), False
     while True:
         try:
             return await call()
@@ -31,6 +31,7 @@ async def through_outage(call: Callable[[], Awaitable[T]], *, deadline_s: float)
             if away_s >= deadline_s:
                 raise
             _LOG.warning("%s; asking again for %.0f s", problem, deadline_s - away_s)
-            if isinstance(problem, LedgerRegressed):
+            if isinstance(problem, LedgerRegressed) and not told:
+                told = True
                 continue
             await asyncio.sleep(_PAUSE_S * (0.5 + random.random()))

@@ -10,6 +10,7 @@ local ENDS, LETTERS, LETTER_SEQS, LETTER_TIMES, READERS, DOOMED_BLOBS = KEYS[16]
 -- make permanent, and what it is to delete (rule P1).
 local TO_PERSIST, DOOMED = KEYS[22], KEYS[23]
 local SWEEP_LIMIT, FREE_LIMIT, COMPACT_LIMIT, LETTER_LIMIT, SPILL_LIMIT = 64, 4096, 16384, 10000, 1000
+local UNPACK_LIMIT = 4000 -- Lua takes fewer than 8000 values at once
 
 local function get(name) return call('HGET', STATE, name) end
 local function num(name) return tonumber(call('HGET', STATE, name) or '0') end
@@ -174,9 +175,9 @@ local function score(seq, least)
   return seq
 end
 
--- The staleness guard, from the counts of the header alone. On-policy, a token must be of the line itself.
-local function passes(line, record, g)
-  if get('on_policy') == '1' then
+-- The staleness guard, from the counts of the header alone. On-policy, a token must be of the line itself. `rules`: on_policy, min_kept_share.
+local function passes(line, record, g, rules)
+  if rules[1] == '1' then
     for version in pairs(g.v) do
       local _, on_line = shared(line, version)
       if not on_line then return false end
@@ -191,16 +192,16 @@ local function passes(line, record, g)
     if n >= record.cutoff then kept = kept + tokens end
   end
   if record.guard == 'drop' then return kept == total end
-  return total == 0 or (kept > 0 and kept >= tonumber(get('min_kept_share')) * total)
+  return total == 0 or (kept > 0 and kept >= tonumber(rules[2]) * total)
 end
 
 -- Freshest first, groups with a token over K lie where picks may never come (`Policy.lies_late`): what the guard refuses of them goes back before its turn.
-local function refuse_late(line, record)
+local function refuse_late(line, record, rules)
   if get('selection') ~= 'freshest' then return end
   local refused = false
   for _, seq in ipairs(call('ZRANGEBYSCORE', READY, whole(4294967296 * (1 - record.cutoff)), '+inf')) do
     local g = group(seq)
-    if not passes(line, record, g) then
+    if not passes(line, record, g, rules) then
       release(seq, g, 'stale', 'stale in step ' .. record.step)
       refused = true
     end
@@ -211,15 +212,17 @@ end
 -- Fills `entry` from READY, in order of selection, releasing what the guard refuses. False, with nothing taken, when there is too little.
 local function fill(entry, record, chunk)
   local line, need, at = lineage(), entry.n - #entry.seqs, 0
-  refuse_late(line, record)
+  local rules = call('HMGET', STATE, 'on_policy', 'min_kept_share')
+  refuse_late(line, record, rules)
   local picks, refused = {}, {}
   while #picks < need do
-    local candidates = call('ZRANGE', READY, at, at + need - #picks - 1)
+    local candidates = call('ZRANGE', READY, at, at + math.min(need - #picks, UNPACK_LIMIT) - 1)
     if #candidates == 0 then break end
     at = at + #candidates
-    for _, seq in ipairs(candidates) do
-      local g = group(seq)
-      local into = passes(line, record, g) and picks or refused
+    local rows = call('HMGET', GROUPS, unpack(candidates))
+    for i, seq in ipairs(candidates) do
+      local g = cjson.decode(rows[i])
+      local into = passes(line, record, g, rules) and picks or refused
       into[#into + 1] = {seq, g}
     end
   end
@@ -248,8 +251,9 @@ end
 local function chunk_reply(step, chunk, entry)
   local record, raw = step_record(step, entry.i)
   local reply = {'OK', step, chunk, entry.revision, chunk == chunks_in(record) - 1 and 1 or 0, raw}
-  if #entry.seqs > 0 then
-    for _, header in ipairs(call('HMGET', HEADERS, unpack(entry.seqs))) do reply[#reply + 1] = header end
+  for at = 1, #entry.seqs, UNPACK_LIMIT do
+    local last = math.min(#entry.seqs, at + UNPACK_LIMIT - 1)
+    for _, header in ipairs(call('HMGET', HEADERS, unpack(entry.seqs, at, last))) do reply[#reply + 1] = header end
   end
   return reply
 end

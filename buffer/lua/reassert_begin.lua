@@ -5,14 +5,14 @@ local incarnation, id = tonumber(ARGV[3]), ARGV[4]
 local refused = replaced(incarnation, id)
 if refused then return refused end
 local covered, dropped, from = math.max(tonumber(ARGV[6]), num('dropped')), num('dropped'), num('trained')
-local covered_bytes, taken, all, high = bytes_up_to(covered), {}, {}, 0
+local taken, digests, all, high = {}, {}, {}, 0
 local newest, steps = 0, cjson.decode(ARGV[7])
 for _, one in ipairs(steps) do
   local groups = {}
   for _, seq in ipairs(one[2]) do
     groups[seq], all[seq], high = true, true, math.max(high, seq + 1)
   end
-  taken[one[1]] = groups
+  taken[one[1]], digests[one[1]] = groups, one[4]
   newest = math.max(newest, one[1])
   if one[1] <= covered and call('HGET', DIGESTS, one[1]) ~= one[4] then audit_reasserted(one[1], one[3], one[4], one[2]) end
 end
@@ -39,6 +39,26 @@ local function take_out(step, out)
   end
 end
 
+-- Both sides know the same of a trained step.
+local function agrees(step)
+  if not taken[step] or call('HGET', DIGESTS, step) ~= digests[step] then return false end
+  local left = 0
+  for _ in pairs(taken[step]) do left = left + 1 end
+  for chunk = 0, chunks_in(step_record(step)) - 1 do
+    for _, seq in ipairs(chunk_of(step, chunk).seqs) do
+      if not taken[step][seq] then return false end
+      left = left - 1
+    end
+  end
+  return left == 0
+end
+-- The newest covered step that leaves the journal. Later ones stay, for replays and for the spill.
+local closed = covered
+if from >= covered then
+  while closed > dropped and agrees(closed) do closed = closed - 1 end
+end
+local closed_bytes = bytes_up_to(closed)
+
 -- A step that a checkpoint covers leaves the journal; what the trainer did not take for it is RELEASED.
 local function close(step, theirs)
   take_out(step, function(seq)
@@ -61,7 +81,10 @@ local function reopen(step, theirs)
   end)
 end
 
-local step = dropped + 1
+for step = dropped + 1, closed do
+  if step_record(step) then close(step, taken[step] and all) end
+end
+local step = covered + 1
 while step_record(step) do
   local mine, fresh = {}, true
   for chunk = 0, chunks_in(step_record(step)) - 1 do
@@ -71,9 +94,7 @@ while step_record(step) do
       if all[seq] then fresh = false end
     end
   end
-  if step <= covered then
-    close(step, taken[step] and all)
-  elseif taken[step] then
+  if taken[step] then
     reopen(step, taken[step])
   elseif step == follows + 1 and fresh then
     follows = step
@@ -90,7 +111,7 @@ for seq = num('next_seq'), high - 1 do
   call('ZADD', RETRY, seq, seq)
 end
 for _, one in ipairs(steps) do
-  if one[1] <= covered then
+  if one[1] <= closed then
     for _, seq in ipairs(one[2]) do settle(seq) end
   end
 end
@@ -98,7 +119,7 @@ local kept = {}
 for _, one in ipairs(cjson.decode(ARGV[8])) do
   if one[1] == covered then kept[#kept + 1] = one end
 end
-call('HSET', STATE, 'next_seq', math.max(num('next_seq'), high), 'trained', covered, 'floor', math.max(num('floor'), covered), 'dropped', covered,
-  'dropped_bytes', whole(covered_bytes), 'checkpoints', #kept > 0 and cjson.encode(kept) or '[]')
+call('HSET', STATE, 'next_seq', math.max(num('next_seq'), high), 'trained', covered, 'floor', math.max(num('floor'), covered), 'dropped', closed,
+  'dropped_bytes', whole(closed_bytes), 'checkpoints', #kept > 0 and cjson.encode(kept) or '[]')
 audit('regressed', '{"incarnation":' .. incarnation .. ',"trained":' .. from .. ',"from":' .. covered .. '}')
 return {'OK', covered}

@@ -34,7 +34,7 @@ local function exhume(seq)
   end
 end
 
--- TRAINED and freed.
+-- TRAINED and freed. The spill may have it already, and refer to its blobs: they stay.
 local function settle(seq)
   local raw = call('HGET', GROUPS, seq)
   if raw == 'T' then return end
@@ -45,7 +45,7 @@ local function settle(seq)
   end
   local g = group(seq)
   detach(seq, g)
-  if holds_payload(g) then drop_payload(seq, g) end
+  if holds_payload(g) then drop_payload(seq, g, get('spill') == '1') end
   call('HDEL', HEADERS, seq)
   add('trained_groups', 1)
   if seq < num('low_seq') then call('HDEL', GROUPS, seq) else call('HSET', GROUPS, seq, 'T') end

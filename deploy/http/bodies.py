@@ -129,7 +129,7 @@ class Flow(Body):
     masked: int
     dropped: dict[str, int]
     outstanding: int
-    trained_share: float | None = Field(description="Trained of generated.")
+    trained_share: float | None = Field(description="Trained of generated. Of an age it says little, and may be over 1: tokens age until they are trained.")
 
     @classmethod
     def of(cls, flow: bias_report.Flow) -> Flow:

@@ -243,10 +243,27 @@ async def test_an_import_waits_for_slots_and_says_so_and_is_refused_what_the_gua
             await ledger.open_step(1, 1)
             await ledger.lease(1, 1, 0)
             await ledger.trained(1, 1, "w1", {})
-            with pytest.raises(ConfigError, match=r"was written by 1:0, which is too old for the run by now"):
+            with pytest.raises(ConfigError, match=r"was written by 1:0, which is too old for the run by now.* the 4 of 8 groups before it .* stay"):
                 await putting
     status = await ledger.status()
     assert (status.ready, status.generating) == (2, 0), "what was put before stays"
+
+
+async def test_an_import_as_the_newest_version_follows_a_run_that_trains_meanwhile(source: RedisLedger, keys: Keys, tmp_path: Path, redis: Client) -> None:
+    small = Keys(f"{keys.run}-c")
+    ledger = RedisLedger(redis, small)
+    await ledger.create(IDENTITY, settings(groups_per_step=2, chunk_groups=2, pipeline_depth=0.0, max_staleness=0))
+    await ledger.attach(None, trainer_id="t")
+    export = await export_steps(source, tmp_path / "all.jsonl", keys, 1, 2)
+    async with wakeups(redis, small) as waker, asyncio.timeout(30):
+        plan = await plan_import(export, ledger, run=small.run, identity=IDENTITY, as_version="newest")
+        putting = asyncio.create_task(import_groups(export, plan, ledger, waker, asyncio.Event(), on_blocked=lambda _: None))
+        for step in (1, 2, 3, 4):
+            while (await ledger.status()).ready < 2:
+                await waker.wait(Topic.READY, timeout_s=0.05)
+            assert {header.oldest for header in await ledger.ready(10)} == {Version(1, step - 1)}
+            await train(ledger, step)
+        assert await putting == 8
 
 
 async def test_what_a_stop_cuts_short_holds_no_slot_and_a_run_that_ends_says_so(source: RedisLedger, target: Target, keys: Keys, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from buffer.report import totals
 from buffer.witness import WitnessLine, read_witness
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
+from consumer.loop import TrainingLoop
+from consumer.mending import Mender
 from deploy.redis_server import server_command, wait_ready
 from protocol.codec import encode_group
 from protocol.config import validate
@@ -180,6 +182,46 @@ async def test_a_running_trainer_goes_on_with_the_same_step_and_trains_nothing_t
     status = await RedisLedger(client, keys).status()
     assert {path.name for path in config.checkpoint_folder.iterdir()} == {Path(one.path).name for one in status.checkpoints}
     assert str(await Channel(client, keys).newest_version()) == "1:14"
+
+
+@pytest.mark.parametrize("at", ["between two chunks", "under the optimizer"])
+async def test_a_step_that_was_under_way_while_somebody_elses_call_had_the_ledger_mended_counts_once(
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """A checkpoint that is being registered may be the first to hear that Redis went back; what the loop holds then is of before."""
+    config = run(stop__steps=6)
+    keys = Keys(config.run.name)
+    ledger, take, trained = RedisLedger(client, keys), TrainingLoop._take, Mender.trained
+    staged: list[str] = []
+
+    async def mend_elsewhere(mender: Mender) -> None:
+        staged.append(at)
+        await server.go_back()
+        await mender.mend(LedgerRegressed("staged"), since=mender.mended)
+
+    async def take_late(loop: TrainingLoop, step: int, index: int) -> Any:
+        if (step, index) == (3, 0) and not staged:
+            await server.remember()
+        if (step, index) == (3, 1) and not staged and at == "between two chunks":
+            await mend_elsewhere(loop._parts.mender)
+        return await take(loop, step, index)
+
+    async def trained_late(mender: Mender, incarnation: int, step: int, *rest: Any, **options: Any) -> Any:
+        if step == 3 and not staged and at == "under the optimizer":
+            newest, mender._newest = mender._newest, 2  # as the call that came before `stepped` knew it
+            await mend_elsewhere(mender)
+            mender._newest = newest
+            status = await ledger.status()
+            assert (status.trained, status.leased) == (2, 0), "the mended ledger knows nothing of the step that is being trained"
+        return await trained(mender, incarnation, step, *rest, **options)
+
+    monkeypatch.setattr(TrainingLoop, "_take", take_late)
+    monkeypatch.setattr(Mender, "trained", trained_late)
+    async with asyncio.timeout(60), around(client, keys, sampler):
+        await train(config, client)
+        witness = await verdict(config, client, 6)
+    assert staged == [at]
+    assert [(line.incarnation, line.step) for line in witness] == [(1, step) for step in range(1, 7)]
 
 
 async def test_a_resumed_trainer_tells_the_ledger_of_the_checkpoint_that_it_lost(

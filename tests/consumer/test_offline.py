@@ -245,7 +245,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path):
 
 
 async def test_a_replay_from_the_checkpoint_before_gives_the_weights_of_the_run_bit_by_bit_from_redis_and_from_the_spill(
-    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], tmp_path: Path
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     config = configured(make_config(stop__steps=8, checkpoint__keep=4, checkpoint__every_steps=2, buffer__spill=str(tmp_path / "spill")))
     producing(keys)
@@ -269,6 +269,10 @@ async def test_a_replay_from_the_checkpoint_before_gives_the_weights_of_the_run_
     assert dataclasses.replace(after, readers={}, sequence=0) == dataclasses.replace(before, readers={}, sequence=0)
     with pytest.raises(ConfigError, match="holds an earlier replay"):
         await run_replay(config, run, [1], asyncio.Event(), plan=ReplayPlan(folder=config.run.folder / "replay-1-2"), on_step=done.append)
+    assert "will not be the run's" not in caplog.text
+    await run_replay(config, run, [4], asyncio.Event(), plan=ReplayPlan(folder=tmp_path / "b", from_step=0), on_step=done.append)
+    assert "step 4 is trained on the weights of step 0, not of step 3: the weights will not be the run's" in caplog.text
+    assert not done[-1].same
     only = dataclasses.replace(run, ledger=_OneCheckpoint(redis, keys))
     with pytest.raises(ConfigError, match=r"no checkpoint of step 4 to start from; registered are 2"):
         await run_replay(config, only, [5], asyncio.Event(), plan=ReplayPlan(folder=tmp_path / "r"), on_step=done.append)

@@ -140,7 +140,7 @@ async def test_a_fork_goes_on_from_an_earlier_checkpoint_and_leaves_the_other_ru
     assert await runs.contents(first) == before
     said = capsys.readouterr().out
     assert f"{second}: goes on from step 6 of {first}" in said
-    assert f"--set run.name={second} --set run.dir={tmp_path / second}" in said
+    assert f"--resume --set redis.url={runs.url} --set run.name={second} --set run.dir={tmp_path / second}" in said
 
     status = await RedisLedger(runs.client, Keys(second)).status()
     assert (status.trained, status.incarnation, status.state.value, [one.step for one in status.checkpoints]) == (6, 2, "open", [6])

@@ -215,10 +215,19 @@ def test_a_dump_holds_the_steps_byte_for_byte_and_drives_a_trainer(trained: Trai
     assert [line["digest"] for line in lines] == [trained.digests[step] for step in (1, 2, 3)]
 
 
-def test_a_shadow_is_a_command_too(trained: Trained) -> None:
-    assert rl_trainer(["-c", str(trained.file), "--shadow", "late", "--from-step", "1"]) == 0
-    lines = [json.loads(line) for line in (trained.folder / trained.keys.run / "shadow-late" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["digest"]) for line in lines] == [(step, trained.digests[step]) for step in (2, 3, 4)]
+def test_a_dump_into_a_file_is_refused_and_leaves_it(trained: Trained, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "groups.parquet").write_text("mine")
+    assert main(["replay", "-c", str(trained.file), "--steps", "1", "--out", str(tmp_path / "groups.parquet")]) == EXIT_CONFIG
+    assert "give a folder or a URL" in capsys.readouterr().err
+    assert (tmp_path / "groups.parquet").read_text() == "mine"
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_shadow_is_a_command_too(trained: Trained, start: int) -> None:
+    """Step 0 is the starting weights."""
+    assert rl_trainer(["-c", str(trained.file), "--shadow", f"from-{start}", "--from-step", str(start)]) == 0
+    lines = [json.loads(line) for line in (trained.folder / trained.keys.run / f"shadow-from-{start}" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["digest"]) for line in lines] == [(step, trained.digests[step]) for step in range(start + 1, STEPS + 1)]
 
 
 def test_times_choose_steps(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

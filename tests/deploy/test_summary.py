@@ -71,6 +71,7 @@ def test_a_group_that_nobody_has_is_lost_and_without_the_ledger_nobody_can_tell(
     run.event(11, "reserved", owner="p", slots=[[4, 1]])
     lost = [summarise(run.events, run.witness, status=status)["groups_lost"] for status in (ledger_status(), ledger_status(outstanding=1), None)]
     assert lost == [1, 0, None]
+    assert "lost not known without Redis, 0 duplicated" in _text(summarise(run.events, run.witness))
 
 
 def test_a_group_that_was_trained_twice_is_counted() -> None:
