@@ -109,7 +109,7 @@ class Warned(logging.Handler):
         super().__init__(logging.WARNING)
         self.event = asyncio.Event()
 
-    def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 - the interface
+    def emit(self, record: logging.LogRecord) -> None:
         self.event.set()
 
 
