@@ -8,7 +8,7 @@ from benchmarks.simulator.scenario import ALL_RULES, LEDGER_RULES
 from benchmarks.simulator.shrink import readable, shrink
 from benchmarks.simulator.world import simulate
 
-SEEDS, BLOCK = 500, 50
+SEEDS, BLOCK = 250, 50
 CAUGHT = {
     "answers_outrank": 3,
     "fencing": 0,
