@@ -77,6 +77,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy -p benchmarks.simulator
 	$(BIN)/lint-imports
 
 format: $(VENV)/installed-dev  ## write the code in its one format

@@ -39,14 +39,23 @@ class BlobStore:
         return f"{self._run}/{seq}-{attempt}-{token}/"
 
     def claim(self) -> None:
-        """Say that this is where the run's blobs lie: for whoever makes or trains the run. Raises: `OSError`."""
+        """Say that this is where the run's blobs lie: for whoever makes the run. Raises: `OSError`."""
         self._store.write(f"{self._run}/{_MARK}", [b""])
+
+    @property
+    def mark(self) -> str:
+        """The place of what `claim` writes."""
+        return f"{self.url}/{self._run}/{_MARK}"
+
+    def claimed(self) -> bool:
+        """Whether somebody has said that the run's blobs lie here. Raises: `OSError`."""
+        return bool(self._store.names(f"{self._run}/{_MARK}"))
 
     def check(self) -> None:
         """Raises: `ConfigError` unless this process can write where the run's trainer looks for blobs."""
         probe = f"{self._run}/probe-{secrets.token_hex(8)}"
         try:
-            marked = self._store.names(f"{self._run}/{_MARK}")
+            marked = self.claimed()
             self._store.write(probe, [b""])
             self._store.delete(probe)
         except OSError as problem:

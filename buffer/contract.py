@@ -253,7 +253,8 @@ class Ledger(Protocol):
     async def put(self, header: GroupHeader, payload: bytes) -> PutResult:
         """GENERATING → READY (rule P1).
 
-        Raises: `SlotLost`, `PayloadTooLarge` and, for a version that this run never trained, `DecodeError` (both keep the slot; `release` it as failed).
+        Raises: `SlotLost`, `PayloadTooLarge` and, for a version that this run never trained, `DecodeError` (both keep the slot; `release` it as failed). After
+        a loss (rule R1) the ledger knows the newest versions again once its trainer has told it: until then a put of one of them is asked again.
         """
 
     async def release(self, seq: Seq, token: SlotToken, reason: Reason, *, why: str = "", lengths: Sequence[int] = ()) -> None:

@@ -23,7 +23,7 @@ from buffer.contract import CheckpointRef
 from buffer.payloads import by_bytes
 from buffer.recording import RecordingAbout
 from buffer.redis_ledger import FORKED_KEYS, RedisLedger
-from buffer.storage import open_storage
+from buffer.storage import claim_storage, open_storage
 from protocol.codec import decode, encode
 from protocol.connection import Client, Script, asking
 from protocol.errors import LedgerError, RunExists, RunMissing
@@ -121,9 +121,10 @@ async def drop_payloads(client: Client, names: Sequence[str]) -> None:
 def copy_stores(copy: RunCopy, target: Keys) -> dict[int, GroupHeader]:
     """Blobs, and spilled steps of the journal, under the new run's name; the headers whose blobs have moved, by `seq`. Blocks.
 
-    Raises: `Moved` for a blob that is gone, `ReplayGap`, `DecodeError`, `OSError`.
+    Raises: `Moved` for a blob that is gone, `ConfigError` where the other run's stores are not to be seen, `ReplayGap`, `DecodeError`, `OSError`.
     """
     of_old, of_new = (open_storage(copy.settings, run) for run in (copy.keys.run, target.run))
+    claim_storage(of_old, None)
     if of_old.spill is not None and of_new.spill is not None:
         of_new.spill.describe(RecordingAbout(run=target.run, identity=copy.identity, settings=copy.settings))
         for step in of_old.spill.steps():

@@ -118,8 +118,8 @@ class PureLedger:
         self.state.enter(incarnation, **known)
         ledger_steps.drain(self.state)
 
-    def reassert(self, incarnation: int, incarnation_id: str, history: History) -> None:
-        reassert(self.state, incarnation, incarnation_id, history)
+    def reassert(self, incarnation: int, incarnation_id: str, history: History, *, seen: int = 0) -> None:
+        reassert(self.state, incarnation, incarnation_id, history, seen)
 
     def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]], **known: Unpack[Known]) -> int:
         self.state.enter(incarnation, **known)
@@ -387,7 +387,7 @@ class LocalLedger:
             self._on_change(topic)
 
     async def reassert(self, incarnation: int, incarnation_id: str, history: History) -> None:
-        self.pure.reassert(incarnation, incarnation_id, history)
+        self.pure.reassert(incarnation, incarnation_id, history, seen=self._attached.get(incarnation, {}).get("seen", 0))
         self._remember(incarnation, incarnation_id)
 
     def _remember(self, incarnation: int, incarnation_id: str) -> None:

@@ -20,11 +20,18 @@ from protocol.messages import GroupHeader, GroupState, Reason, Seq
 from protocol.versions import Fork
 
 
-def reassert(state: State, incarnation: int, incarnation_id: str, history: History) -> None:
+def reassert(state: State, incarnation: int, incarnation_id: str, history: History, seen: int = 0) -> None:
+    """`seen`: of the caller's last acknowledged call, as far as it knows. A ledger that is not behind it has been told already, and the call is a repeat that
+    came late: what was done since stays.
+    """
     state.sequence += 1
     other = incarnation == state.incarnation and "" not in (incarnation_id, state.incarnation_id) and incarnation_id != state.incarnation_id
     if state.incarnation > incarnation or other:
         raise Fenced(f"incarnation {state.incarnation} is attached: this trainer has been replaced and must stop")
+    if incarnation == state.incarnation and 0 < seen <= state.trainer_sequence and state.rules.reassert_once:
+        state.trainer_sequence = state.sequence
+        return
+    state.sequence = max(state.sequence, seen)
     covered = _begin(state, incarnation, incarnation_id, history)
     for past in history.steps:
         if past.step > covered and state.rules.reassert:

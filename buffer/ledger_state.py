@@ -50,6 +50,7 @@ class Rules:
     reassert: bool = True
     rewound: bool = True
     attach_once: bool = True
+    reassert_once: bool = True
     ledger_clock: bool = True
 
     @classmethod

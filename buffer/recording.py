@@ -99,6 +99,9 @@ class Recording:
     def describe(self, about: RecordingAbout) -> None:
         self._store.write(_ABOUT, [about_json(about)])
 
+    def described(self) -> bool:
+        return bool(self._store.names(_ABOUT))
+
     def about(self) -> RecordingAbout:
         """Raises: `ReplayGap` where nothing was recorded, `DecodeError`."""
         try:

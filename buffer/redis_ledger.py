@@ -292,7 +292,7 @@ class RedisLedger:
 
     async def _reassert(self, incarnation: int, incarnation_id: str, history: History) -> None:
         """One script a step, in order; after each the ledger is whole."""
-        me = (incarnation, incarnation_id)
+        me, seen = (incarnation, incarnation_id), (self._attached.get(incarnation) or _Attached()).seen
         dropped = (await self.status()).dropped
         steps = [past for past in history.steps if past.step > dropped]
         (covered,) = await self._call(
@@ -302,13 +302,14 @@ class RedisLedger:
             covered_step(history),
             orjson.dumps([(past.step, past.seqs, past.incarnation, past.digest) for past in steps]),
             orjson.dumps([_row(one) for one in history.checkpoints]),
+            seen,
         )
         for past in steps:
             failpoint(Failpoint.TRAINER_REASSERTING)
             if past.step > covered:
                 gone = await self._gone([header for chunk in past.chunks for header in chunk.headers]) if await self._on_cluster() else ()
                 await self._call(_REASSERT_STEP, *me, *_past_step(past, history.checkpoints, gone))
-        reply = await self._send(_REASSERT_END, *me)
+        reply = await self._send(_REASSERT_END, *me, seen)
         self._read(reply, "", 0)
         self._attached[incarnation] = _Attached(incarnation_id, reply[0])
 
@@ -420,9 +421,11 @@ class RedisLedger:
         )
 
     async def delete_run(self) -> int:
-        """Delete every key of the run, payloads and those of other packages too; the number deleted. For a run that has ended: walks the key space."""
-        deleted = 0
+        """Delete every key of the run, payloads and those of other packages too; the number deleted. Walks the key space. The state goes first: whoever is
+        still alive in the run is told that it is gone, and makes no key of the ledger again.
+        """
         with asking("delete_run"):
+            deleted = int(await self._client.unlink(self._run.state))
             for pattern in (self._run.key("*"), f"{self._head[1]!s}*"):
                 async for key in self._client.scan_iter(match=pattern.replace("[", r"\["), count=1000):
                     deleted += await self._client.unlink(key)

@@ -42,25 +42,42 @@ def open_storage(settings: BufferConfig, run: str) -> Storage:
 
 
 def claim_storage(storage: Storage, about: RecordingAbout | None) -> None:
-    """Reach the stores before the run depends on them, and say in each whose it is. `about`: a run that is being made; None: one that goes on. Blocks.
+    """Reach the stores before the run depends on them. A run that is being made, `about`, says in each that it is its own; one that goes on, None, must find
+    it said there: an empty store in its place would make everything in the right one count as lost. Blocks.
 
-    Raises: `ConfigError` naming the key for a store that refuses; `RunExists` where a new run would write into the recording of an earlier one.
+    Raises: `ConfigError` naming the key for a store that refuses, or is not the run's; `RunExists` where a new run would write into the recording of an
+    earlier one.
     """
-    if storage.spill is not None:
-        try:
-            if about is None:
-                storage.spill.steps()
-            elif steps := storage.spill.steps():
-                raise RunExists(f"{storage.spill.url} holds {len(steps)} steps of an earlier run: use another run.name or buffer.spill, or move it away")
-            else:
-                storage.spill.describe(about)
-        except OSError as problem:
-            raise ConfigError(f"buffer.spill: {problem}; correct it, or make it writable") from problem
-    if storage.blobs is not None:
-        try:
-            storage.blobs.claim()
-        except OSError as problem:
-            raise ConfigError(f"buffer.blobs: {problem}; correct it, or make it writable") from problem
+    spill, blobs = storage.spill, storage.blobs
+    if spill is not None:
+        with _reached("buffer.spill"):
+            if about is None and not spill.described():
+                raise ConfigError(_not_the_runs("buffer.spill", f"{spill.url}/about.json"))
+            if about is not None:
+                if steps := spill.steps():
+                    raise RunExists(f"{spill.url} holds {len(steps)} steps of an earlier run: use another run.name or buffer.spill, or move it away")
+                spill.describe(about)
+    if blobs is not None:
+        with _reached("buffer.blobs"):
+            if about is not None:
+                blobs.claim()
+            elif not blobs.claimed():
+                raise ConfigError(_not_the_runs("buffer.blobs", blobs.mark))
+
+
+@contextlib.contextmanager
+def _reached(key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise ConfigError(f"{key}: {problem}; correct it, or make it writable") from problem
+
+
+def _not_the_runs(key: str, mark: str) -> str:
+    return (
+        f"{key} of the run is not here: there is no {mark}. A relative path is one of the folder that a process is started in: start this one where the run "
+        "was made, or mount its storage here. If what lay there is lost for good, put an empty file of that name there"
+    )
 
 
 async def read_payloads(ledger: Ledger, storage: Storage, step: int, headers: Sequence[GroupHeader]) -> dict[tuple[Seq, SlotToken], bytes]:

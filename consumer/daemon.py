@@ -192,10 +192,13 @@ async def _mended(ledger: Ledger, folder: Path, witness: Path) -> LedgerStatus:
     )
     history = await asyncio.to_thread(history_on_disk, newer, found, folder, witness)
     failpoint(Failpoint.TRAINER_BEFORE_REASSERT)
+    incarnation = max(newer.incarnation, status.incarnation)  # of whoever died over the same, and trained on from this checkpoint
+    since = {number: (*fork, "") for number, fork in status.lineage.forks.items() if number > newer.incarnation}
+    history = dataclasses.replace(history, incarnations=since | dict(history.incarnations))
     try:
-        await ledger.reassert(newer.incarnation, history.incarnations[newer.incarnation][2], history)
+        await ledger.reassert(incarnation, history.incarnations[incarnation][2], history)
     except Fenced:
-        _LOG.warning("another trainer has attached as incarnation %d since: going on from what it registered, %s is given up", newer.incarnation, newer.path)
+        _LOG.warning("another trainer has attached since incarnation %d: going on from what it registered, %s is given up", incarnation, newer.path)
     failpoint(Failpoint.TRAINER_REASSERTED)
     return await ledger.status()
 

@@ -151,12 +151,19 @@ def line_of(lines: Iterable[WitnessLine], lineage: Lineage, newest: int) -> dict
 
 
 def beyond(status: LedgerStatus, on_disk: Iterable[CheckpointRef]) -> CheckpointRef | None:
-    """A checkpoint on disk that proves that the ledger forgot: it is of a later incarnation than any it knows, or of a step that it has not trained.
+    """A checkpoint on disk that proves that the ledger forgot: it is of a later incarnation than any it knows, or of a step of its line not trained there.
+    The second is also what is left where a trainer died while it re-asserted: the ledger knows who it was, and not yet all that it did.
 
     `trained` is acknowledged before a checkpoint's files are written, so without a loss there is none, provided that the disk was read before the ledger: what
     a replaced trainer leaves is of an older incarnation.
     """
-    later = [one for one in on_disk if (one.incarnation, one.step) > (status.incarnation, status.trained)]
+    line = status.lineage
+
+    def forgotten(one: CheckpointRef) -> bool:
+        on_line = one.incarnation in line.limits() and line.contains(Version(one.incarnation, one.step))
+        return one.incarnation > status.incarnation or (on_line and one.step > status.trained)
+
+    later = filter(forgotten, on_disk)
     return max(later, key=lambda one: (one.incarnation, one.step), default=None)
 
 

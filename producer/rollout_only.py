@@ -81,9 +81,10 @@ class Owner:
         await self._ledger.create(self._identity, self._config.buffer)
         settings = await self._ledger.join(self._identity)
         storage = open_storage(settings, self._keys.run)
-        await asyncio.to_thread(claim_storage, storage, None)
+        about = RecordingAbout(run=self._keys.run, identity=self._identity, settings=settings)
+        await asyncio.to_thread(claim_storage, storage, None if begun else about)
         if not begun:
-            await asyncio.to_thread(recording.describe, RecordingAbout(run=self._keys.run, identity=self._identity, settings=settings))
+            await asyncio.to_thread(recording.describe, about)
         async with AuditSpill(self._client, self._keys, self._config.run.folder / "audit.jsonl"):
             incarnation = (await self._ledger.attach(None, trainer_id=TRAINER_ID)).incarnation
             await self._publish(incarnation)

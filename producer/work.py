@@ -189,9 +189,11 @@ class GroupWork:
         self._over(group)
 
     async def _put(self, group: _Group, outcome: Finished) -> None:
-        """Store the group, however long Redis is away: what is finished is held by its task, and no more than `max_inflight` of those exist."""
+        """Store the group, however long Redis is away: what is finished is held by its task, and no more than `max_inflight` of those exist. Its version may
+        be one that the ledger forgot (rule R1), so not to know it is a failure of the group only once it has gone on for as long.
+        """
         try:
-            await through_outage(lambda: self._buffer.put(outcome.header, outcome.payload), deadline_s=self._deadline_s)
+            await through_outage(lambda: self._buffer.put(outcome.header, outcome.payload), deadline_s=self._deadline_s, forgotten=(DecodeError,))
         except SlotLost:
             self._drop(group)
         except (PayloadTooLarge, DecodeError) as problem:

@@ -157,7 +157,7 @@ class Publisher:
                     raise
                 self.trouble = str(problem)
             else:
-                await self._collect()
+                await self._collect(incarnation)
                 return
             _LOG.warning("%s; trying again", self.trouble)
             with contextlib.suppress(TimeoutError):  # a newer snapshot, or closing, ends the wait
@@ -177,8 +177,9 @@ class Publisher:
         except (Unavailable, LedgerRegressed, StepOrder, WeightError) as problem:  # the next look, or the next version, finds it better
             _LOG.warning("version %s is not the newest in Redis any more: %s", published and published.version, problem)
 
-    async def _collect(self) -> None:
+    async def _collect(self, incarnation: int) -> None:
         try:
             await self._channel.collect(self._store, keep=self._keep)
+            await asyncio.to_thread(self._store.drop_unlisted, incarnation, await self._channel.versions())
         except OSError as problem:  # they stay marked: the next collection deletes them
             _LOG.warning("old versions in %s cannot be deleted: %s", self._store.folder, problem)

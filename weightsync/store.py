@@ -14,7 +14,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import orjson
@@ -149,10 +149,20 @@ class DirectoryStore:
             gone = not psutil.pid_exists(int(pid)) if host == socket.gethostname() and pid.isdigit() else age_s > _STRANGER_S
             if gone:
                 shutil.rmtree(temporary, ignore_errors=True)
-        orphans = tuple(version for version in self.versions() if version not in known)
-        for version in orphans:
+        return self._drop(version for version in self.versions() if version not in known)
+
+    def drop_unlisted(self, incarnation: int, known: Collection[Version]) -> tuple[Version, ...]:
+        """Remove versions of `incarnation` that no manifest names any more: Redis lost the list that they were on.
+
+        Its publisher may call it between two writes; what others write is not looked at.
+        """
+        return self._drop(version for version in self.versions() if version.incarnation == incarnation and version not in known)
+
+    def _drop(self, versions: Iterable[Version]) -> tuple[Version, ...]:
+        dropped = tuple(versions)
+        for version in dropped:
             self.delete(version)
-        return orphans
+        return dropped
 
     # -- parts ---------------------------------------------------------------------------------------------------------------------------------
 

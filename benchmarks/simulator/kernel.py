@@ -63,6 +63,8 @@ class Host(Protocol):
     """What the kernel needs of the server."""
 
     paused_until: float
+    regressed: int
+    """Every time the server falls back, its connections end: what was sent before does not arrive any more."""
 
     def execute(self, request: Request) -> tuple[bool, Any]: ...
 
@@ -216,15 +218,19 @@ class Kernel:
             self.at(ANSWER_S, self.resume, thread, thread.ticket, LOST)
             latency_s += delay_s
         elif fate == "twice":
-            self.at(latency_s + delay_s, self._arrive, thread, -1, request, "")
-        self.at(latency_s, self._arrive, thread, thread.ticket, request, fate)
+            self.at(latency_s + delay_s, self._arrive, thread, -1, request, "", self.server.regressed)
+        self.at(latency_s, self._arrive, thread, thread.ticket, request, fate, self.server.regressed)
 
-    def _arrive(self, thread: Thread, ticket: int, request: Request, fate: str) -> None:
+    def _arrive(self, thread: Thread, ticket: int, request: Request, fate: str, connection: int) -> None:
+        if connection != self.server.regressed:
+            if ticket >= 0:
+                self.at(ANSWER_S, self.resume, thread, ticket, LOST)
+            return
         paused_s = self.server.paused_until - self.now
         if paused_s > 0:  # it waits in the server's socket; the client may give up on it, and it is still executed
             if paused_s > ANSWER_S and ticket >= 0:
                 self.at(ANSWER_S, self.resume, thread, ticket, LOST)
-            self.at(paused_s, self._arrive, thread, ticket, request, fate)
+            self.at(paused_s, self._arrive, thread, ticket, request, fate, connection)
             return
         process = thread.process
         ok, value = self.server.execute(request)

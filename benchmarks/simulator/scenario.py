@@ -42,6 +42,12 @@ CLIENT_RULES = {
 }
 """Rules that processes, or the modelled weight channel, keep."""
 LEDGER_RULES = tuple(one.name for one in fields(Rules))
+REDUNDANT = {
+    "publish_fencing": "the pointer's order by incarnation, and that it names trained steps only, refuse what a replaced trainer publishes",
+    "acks_forward": "an older ack only makes an engine look older than it is, and `acks_again` mends that",
+    "unknown_after_failure": "the registry calls the engine unfit, and what is unfit is updated in full",
+}
+"""Second locks: no harm was found without them, for the reason given."""
 ALL_RULES = frozenset(CLIENT_RULES) | frozenset(LEDGER_RULES)
 
 

@@ -20,7 +20,7 @@ from buffer.contract import Attachment, Blocked, CheckpointRef, ChunkRecord, His
 from buffer.ledger import Known, PureLedger
 from buffer.ledger_state import payload_name
 from buffer.witness import WitnessLine
-from protocol.errors import Fenced, LedgerRegressed, PayloadLost, RollstreamError, RunEnded, WeightError
+from protocol.errors import Fenced, LedgerRegressed, PayloadLost, RollstreamError, RunEnded, StepOrder, WeightError
 from protocol.messages import Edge, EngineState, GroupHeader
 from protocol.versions import Fork, Lineage, Version
 
@@ -49,7 +49,8 @@ class Trainer(Process):
         self.waiting_for: Edge | None = None
         self._seen = 0
         self._tellings = 0
-        """How often it has told the ledger what it knows: what was seen before then says nothing."""
+        """How often it has told the ledger what it knows."""
+        self._busy = False
         self._regressed = False
         self._saving: Thread | None = None
         self._pending: Weights | None = None
@@ -63,13 +64,24 @@ class Trainer(Process):
         self.world.trainer_failed(self, thread.title, problem)
 
     def ledger(self, name: str, call: Callable[[PureLedger, Known], T], *about: object) -> Steps[T]:
-        """A call under this attachment: it says what it has seen, and learns from the answer (rule R1)."""
-        pure, tellings = self.world.server.pure, self._tellings
+        """A call under this attachment: it says what it has seen, and learns from the answer (rule R1). One at a time, so that each says what the one before
+        was answered.
+        """
+        pure = self.world.server.pure
+        yield from self._take_turn()
         known: Known = {"incarnation_id": self.incarnation_id, "seen": self._seen if "seen" in self.world.keeps else 0}
-        answer, sequence = yield from self.ask(name, lambda _: (call(pure, known), pure.state.sequence), *about)
-        if tellings == self._tellings:
-            self._seen = max(self._seen, sequence)
+        try:
+            answer, sequence = yield from self.ask(name, lambda _: (call(pure, known), pure.state.sequence), *about)
+        except RollstreamError:
+            self._busy = False
+            raise
+        self._busy, self._seen = False, max(self._seen, sequence)
         return answer
+
+    def _take_turn(self) -> Steps[None]:
+        while self._busy:
+            yield 0.005
+        self._busy = True
 
     # a life ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -150,16 +162,22 @@ class Trainer(Process):
     def _tell(self) -> Steps[None]:
         """The ledger forgot something: it is told, and the step under way is taken from the start."""
         world, server = self.world, self.world.server
+        yield from self._take_turn()
+        seen = self._seen if "seen" in world.keeps else 0
         history: History = history_of(self.weights, self.journal, self.lineage, self.incarnation_id, world.disk)
 
         def reassert(_: object) -> int:
-            server.pure.reassert(self.incarnation, self.incarnation_id, history)
+            server.pure.reassert(self.incarnation, self.incarnation_id, history, seen=seen)
             for topic in ("run", "slot", "ready"):
                 server.publish(topic)
             return server.pure.state.sequence
 
-        sequence = yield from self.ask("reassert", reassert, self.weights.step)
-        self._tellings, self._seen, self._regressed = self._tellings + 1, sequence, False
+        try:
+            sequence = yield from self.ask("reassert", reassert, self.weights.step)
+        except RollstreamError:
+            self._busy = False
+            raise
+        self._tellings, self._seen, self._regressed, self._busy = self._tellings + 1, sequence, False, False
 
     def _end(self) -> Steps[None]:
         """A step's edge: publish, checkpoint, wait for acks, drain."""
@@ -293,7 +311,7 @@ class Trainer(Process):
                 return chunk, [(int(header.seq), digest) for header, digest in zip(headers, found, strict=True) if digest is not None]
             for header in headers:
                 if header.seq in lost:
-                    self.world.watch.lost(header)
+                    self.world.watch.lost(self, header)
             for seq in lost:
                 answer = yield from self.ledger(
                     "payload_lost",
@@ -389,7 +407,7 @@ class Trainer(Process):
                 self.world.disk.spill.setdefault(step, {})[before.incarnation] = kept
                 try:
                     yield from self.ledger("spilled", lambda pure, known, step=step: pure.spilled(self.incarnation, step, **known), step)  # type: ignore[misc]
-                except LedgerRegressed:
+                except (LedgerRegressed, StepOrder):  # it fell back meanwhile, and may have been told already
                     break
 
     # publishing -----------------------------------------------------------------------------------------------------------------------------

@@ -95,10 +95,10 @@ class Watch:
         if self.world.server.regressed == 0 and self._prompts.setdefault(seq, prompt) != prompt:
             raise Broken(f"S5: group {seq} is bound to {prompt}, it was {self._prompts[seq]}")
 
-    def lost(self, header: GroupHeader) -> None:
-        """No payload of a READY or LEASED group is gone unless something took it (rule P1)."""
+    def lost(self, trainer: Trainer, header: GroupHeader) -> None:
+        """No payload of a group that the attached trainer leased is gone unless something took it (rule P1)."""
         name = payload_name(header.seq, header.attempt, header.token)
-        if not self.world.server.regressed and name not in self.world.mischief.spoiled:
+        if trainer is self.world.judge.attached and not self.world.server.regressed and name not in self.world.mischief.spoiled:
             raise Broken(f"P1: the payload of group {header.seq} is gone, and nothing took it")
 
     def refused(self, problem: RollstreamError) -> None:

@@ -1,9 +1,16 @@
 -- Rule R1, first: see `buffer/ledger_rebuild.py`. ARGV: incarnation, its id, incarnations (JSON: number -> [parent, fork step, id]), the newest step that is
 -- known by its groups alone, steps (JSON: [step, [groups], incarnation, digest] of those that the journal may hold), checkpoints (JSON). The step it goes on
--- from.
+-- from. Last in ARGV: the sequence of the last call that was acknowledged to the caller (0: not known); a ledger that is not behind it has been told already, and
+-- this is a repeat that came late.
 local incarnation, id = tonumber(ARGV[3]), ARGV[4]
 local refused = replaced(incarnation, id)
 if refused then return refused end
+local seen = tonumber(ARGV[9])
+if incarnation == num('incarnation') and seen > 0 and seen <= num('trainer_sequence') then
+  call('HSET', STATE, 'trainer_sequence', num('sequence'))
+  return {'OK', num('trained')}
+end
+call('HSET', STATE, 'sequence', math.max(num('sequence'), seen), 'trainer_sequence', 0) -- until the end, no call of a trainer is let in
 local covered, dropped, from = math.max(tonumber(ARGV[6]), num('dropped')), num('dropped'), num('trained')
 local taken, digests, all, high = {}, {}, {}, 0
 local newest, steps = 0, cjson.decode(ARGV[7])

@@ -14,6 +14,7 @@ import pytest_asyncio
 from buffer.client import TrainerBuffer
 from buffer.contract import CheckpointRef, Granted
 from buffer.fork import Moved, RunCopy, copy_payloads, copy_stores, read_run, write_run
+from buffer.recording import RecordingAbout
 from buffer.redis_ledger import RedisLedger
 from buffer.spill import Spiller
 from buffer.storage import claim_storage, open_storage
@@ -52,7 +53,7 @@ class World:
 
     async def start(self) -> None:
         await self.ledger.create(IDENTITY, self.settings)
-        await asyncio.to_thread(claim_storage, self.storage, None)
+        await asyncio.to_thread(claim_storage, self.storage, RecordingAbout(run=self.keys.run, identity=IDENTITY, settings=self.settings))
         await self.ledger.attach(None, trainer_id="trainer")
         status = EngineStatus(engine_id=EngineId("e"), boot_nonce="n", url="http://127.0.0.1:9", kind="embedded", state=EngineState.STARTING)
         registry = Registry(self.client, self.keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 
 import pytest
@@ -11,7 +12,7 @@ from buffer.contract import Attachment, CheckpointRef, ChunkRecord, Granted, His
 from buffer.ledger import LocalLedger
 from buffer.redis_ledger import RedisLedger
 from protocol.errors import Fenced, LedgerRegressed, SlotLost
-from protocol.messages import Reason, Seq
+from protocol.messages import BlobRef, Reason, Seq
 from protocol.versions import Fork, Version
 
 from .conftest import IDENTITY, Harness, PureHarness, RedisHarness, reference, seqs_of, settings
@@ -361,3 +362,97 @@ async def world_train(world: Harness, ledger: LocalLedger | RedisLedger, incarna
     seqs = await world.train(incarnation, step)
     world.ledger = mine
     return seqs
+
+
+# -- what a checkpoint covers -------------------------------------------------------------------------------------------------------------------
+
+
+async def fill_and_train(world: Harness, memory: Memory, step: int) -> None:
+    await world.produce(8 - (await world.ledger.status()).outstanding, FIRST)
+    await memory.train(world, step)
+
+
+async def retained(world: Harness, **changes: object) -> Memory:
+    """Four trained steps with checkpoints of steps 2 and 4; all are in the journal, for replay."""
+    memory = await begin(world, retention=5, **changes)
+    for step in range(1, 5):
+        await fill_and_train(world, memory, step)
+        if step % 2 == 0:
+            await memory.checkpoint(world, step)
+    return memory
+
+
+async def test_steps_that_both_sides_know_stay_for_replay(world: Harness) -> None:
+    memory = await retained(world)
+    before = await world.copy()
+    await fill_and_train(world, memory, 5)
+    await world.go_back(before)
+    await memory.reassert(world)
+    status = await world.ledger.status()
+    assert (status.trained, status.dropped, status.checkpoints[0].step) == (5, 0, 2)
+    assert [seqs_of(*await world.ledger.chunks(step, step)) for step in range(1, 6)] == [list(memory.steps[step].seqs) for step in range(1, 6)]
+    await memory.reassert(world)
+    assert (await world.ledger.status()).dropped == 0
+
+
+async def test_with_a_spill_nothing_leaves_the_ledger_that_the_spill_has_not_got(world: Harness) -> None:
+    memory = await retained(world, spill="/spill")
+    before = await world.copy()
+    await fill_and_train(world, memory, 5)
+    await world.go_back(before)
+    held = await world.payload_count()
+    await memory.reassert(world)
+    assert (await world.ledger.status()).dropped == 0
+    assert await world.payload_count() == held
+
+
+async def test_a_covered_step_that_the_trainer_took_otherwise_leaves_with_all_before_it(world: Harness) -> None:
+    memory = await retained(world)
+    before = await world.copy()
+    await fill_and_train(world, memory, 5)
+    await world.go_back(before)
+    memory.steps[1] = dataclasses.replace(memory.steps[1], digest="other")
+    await memory.reassert(world)
+    status = await world.ledger.status()
+    assert (status.trained, status.dropped) == (5, 1)
+
+
+async def test_a_reassert_that_the_network_repeats_late_takes_nothing_back(world: Harness) -> None:
+    memory = await begin(world)
+    await fill_and_train(world, memory, 1)
+    before = await world.copy()
+    await fill_and_train(world, memory, 2)
+    await world.go_back(before)
+    told, seen = memory.history(), copy.copy(world.ledger._attached[memory.incarnation])
+    await memory.reassert(world)
+    await fill_and_train(world, memory, 3)
+    await memory.checkpoint(world, 3)
+    known = world.ledger._attached[memory.incarnation]
+    world.ledger._attached[memory.incarnation] = seen
+    await world.ledger.reassert(memory.incarnation, memory.attachment.incarnation_id, told)
+    world.ledger._attached[memory.incarnation] = known
+    status = await world.ledger.status()
+    assert (status.trained, [one.step for one in status.checkpoints]) == (3, [3])
+    await fill_and_train(world, memory, 4)
+
+
+async def test_blobs_that_a_lost_spill_of_a_step_may_refer_to_stay(world: Harness) -> None:
+    """The ledger forgot that it had trained the step, and that it is spilled; its groups are READY there, and TRAINED and freed once they are settled."""
+    memory = await begin(world, spill="/spill", blobs="/blobs")
+    blob = BlobRef(name="demo/x", dtype="<f4", shape=(1,), bytes=4, digest="d")
+    for slot in await world.reserve(4):
+        await world.put(slot, FIRST, blobs={"x": blob})
+    before = await world.copy()
+    for step in (1, 2):
+        await fill_and_train(world, memory, step)
+        await memory.checkpoint(world, step)
+    await world.ledger.spilled(1, 1)
+    await world.go_back(before)
+    await memory.reassert(world)
+    deleted: list[Seq] = []
+
+    async def delete(seq: Seq, _attempt: object, _token: object) -> None:
+        deleted.append(seq)
+
+    await world.ledger.sweep(delete)
+    assert deleted == []

@@ -7,6 +7,7 @@ import itertools
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -17,7 +18,7 @@ from buffer.contract import Blocked, ChunkRecord, PutResult
 from buffer.redis_ledger import RedisLedger
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
-from protocol.errors import RedisUnavailable, SchemaTooNew, SlotLost
+from protocol.errors import RedisUnavailable, RunMissing, SchemaTooNew, SlotLost
 from protocol.keys import Keys
 from protocol.messages import Edge, Reason
 from protocol.versions import Version
@@ -234,6 +235,26 @@ async def test_every_ledger_key_shares_the_hash_tag_and_deleting_the_run_leaves_
     assert isinstance(ledger, RedisLedger)
     assert await ledger.delete_run() == len(found)
     assert not [key async for key in on_redis.client.scan_iter(match=f"*{run}*")]
+
+
+async def test_whoever_is_alive_in_a_run_that_is_deleted_is_told_so_and_makes_no_key_of_it(on_redis: RedisHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    incarnation = await on_redis.start()
+    await on_redis.produce(4, Version(incarnation, 0))
+    ledger, client, scan = on_redis.ledger, on_redis.client, on_redis.client.scan_iter
+
+    async def with_others_alive(**options: Any) -> AsyncIterator[bytes]:
+        calls = (ledger.open_step(incarnation, 1), ledger.lease(incarnation, 1, 0), on_redis.ask(1), ledger.renew("p1", []), ledger.sweep(), ledger.status())
+        for call in calls:
+            with pytest.raises(RunMissing):
+                await call
+        async for key in scan(**options):
+            yield key
+
+    monkeypatch.setattr(client, "scan_iter", with_others_alive)
+    assert isinstance(ledger, RedisLedger)
+    await ledger.delete_run()
+    monkeypatch.undo()
+    assert [key async for key in client.scan_iter(match=f"*{on_redis.keys.run}*")] == []
 
 
 async def _commands(client: Client) -> int:

@@ -55,6 +55,22 @@ def test_a_new_run_does_not_write_into_the_recording_of_an_earlier_one(tmp_path:
         claim_storage(storage, about())
 
 
+@pytest.mark.parametrize(("key", "mark"), [("spill", "about.json"), ("blobs", "claimed")])
+def test_a_run_goes_on_only_where_its_stores_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, mark: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    claim_storage(open_storage(settings(**{key: "store"}), "demo"), about())
+    claim_storage(open_storage(settings(**{key: "store"}), "demo"), None)
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(ConfigError, match=rf"buffer\.{key} of the run is not here: there is no {tmp_path}/there/store/demo/{mark}\..*started in"):
+        claim_storage(open_storage(settings(**{key: "store"}), "demo"), None)
+    assert not (tmp_path / "there" / "store").exists()
+    (tmp_path / "there" / "store" / "demo").mkdir(parents=True)
+    (tmp_path / "there" / "store" / "demo" / mark).touch()
+    claim_storage(open_storage(settings(**{key: "store"}), "demo"), None)
+
+
 @pytest.mark.parametrize("key", ["spill", "blobs"])
 def test_a_store_that_refuses_is_told_by_its_key(tmp_path: Path, key: str) -> None:
     (tmp_path / "file").write_bytes(b"")

@@ -31,6 +31,7 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "wrong type": ({"trainer__lr": "fast"}, ("trainer.lr", "'fast'")),
     "out of range": ({"checkpoint__keep": 1}, ("checkpoint.keep", "greater than or equal to 2")),
     "later backend": ({"trainer__backend": "megatron"}, ("trainer", "megatron comes in a later release")),
+    "unknown backend": ({"trainer__backend": "jax"}, ("trainer", "backend 'jax'", "package.module:Class")),
     "unknown loss": ({"trainer__loss": "tis"}, ("trainer.loss", "'ppo_clip' or 'trust_region'")),
     "beta of 1": ({"trainer__betas": [0.9, 1.0]}, ("betas", "below 1")),
     "greedy": ({"rollout__temperature": 0.0}, ("rollout.temperature 0",)),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from buffer import redis_ledger
 from buffer.audit import read_audit
 from buffer.client import ProducerBuffer
 from buffer.contract import LedgerStatus
@@ -28,6 +29,7 @@ from protocol.codec import encode_group
 from protocol.config import validate
 from protocol.connection import Client, connect
 from protocol.errors import DecodeError, LedgerRegressed, RedisUnavailable, RunEnded, RunMissing, SlotLost
+from protocol.failpoints import Failpoint
 from protocol.identity import identify
 from protocol.keys import Keys
 from protocol.wakeups import Topic, wakeups
@@ -241,6 +243,42 @@ async def test_a_resumed_trainer_tells_the_ledger_of_the_checkpoint_that_it_lost
     status = await RedisLedger(client, keys).status()
     assert status.lineage.forks[2].step == 8
     assert str(await Channel(client, keys).newest_version()) == "2:12"
+
+
+async def test_a_trainer_that_died_while_it_told_the_ledger_again_is_followed_by_one_that_does(
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half told, the ledger knows the last incarnation, and neither its steps nor its checkpoint."""
+    config = run(stop__steps=6)
+    keys = Keys(config.run.name)
+
+    class Died(Exception):
+        pass
+
+    def die(at: Failpoint) -> None:
+        if at is Failpoint.TRAINER_REASSERTING:
+            raise Died
+
+    async with asyncio.timeout(100), around(client, keys, sampler):
+        first = asyncio.create_task(train(config, client))
+        await reached(client, keys, 3)
+        await server.remember()
+        await first
+        config = run(stop__steps=12)
+        with monkeypatch.context() as patch:
+            patch.setattr(redis_ledger, "failpoint", die)
+            second = asyncio.create_task(train(config, client, new=False))
+            await reached(client, keys, 7)
+            await server.go_back()
+            with pytest.raises(BaseExceptionGroup) as problems:
+                await second
+            assert problems.group_contains(Died)
+        status = await RedisLedger(client, keys).status()
+        assert (status.incarnation, status.checkpoints) == (2, ())
+        await train(config, client, new=False)
+        witness = await verdict(config, client, 12)
+    assert {line.incarnation for line in witness} == {1, 2, 3}
+    assert min(line.step for line in witness if line.incarnation == 3) == 7, "it went on from the checkpoint of step 6"
 
 
 async def test_going_back_with_abandon_generates_anew_what_followed(

@@ -245,7 +245,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path):
 
 
 async def test_a_replay_from_the_checkpoint_before_gives_the_weights_of_the_run_bit_by_bit_from_redis_and_from_the_spill(
-    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], *, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     config = configured(make_config(stop__steps=8, checkpoint__keep=4, checkpoint__every_steps=2, buffer__spill=str(tmp_path / "spill")))
     producing(keys)

@@ -1,4 +1,4 @@
-"""Which rounds there are: one for every place where a process can die, and any number by seed."""
+"""Which rounds there are: one for every place where a process can die, and any number by seed. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ PRODUCER_POINTS: Mapping[Failpoint, int] = {
 
 
 SPILL_POINTS: Mapping[Failpoint, int] = {Failpoint.SPILL_WRITTEN: 1, Failpoint.SPILL_SPILLED: 1}
-"""With buffer.spill, and an interval of checkpoints that lets steps go before the end."""
+"""With buffer.spill: what the oldest kept checkpoint covers goes there, at the latest as the trainer leaves."""
+ELSEWHERE = frozenset(
+    {Failpoint.PRODUCER_SET, Failpoint.TRAINER_BEFORE_REASSERT, Failpoint.TRAINER_REASSERTING, Failpoint.TRAINER_REASSERTED},
+)
+"""Passed only by whoever is first to put, and where Redis lost writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,9 @@ class Plan:
     must_kill: bool = True
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.kills)) or f"seed {self.seed}"
+
     def arguments(self) -> dict[str, Any]:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
@@ -68,7 +75,28 @@ def every_point() -> list[Plan]:
     """One kill a round: of the process itself at every failpoint it passes, about half way through the run."""
     own = [Kill(role=TRAINER, at=at, nth=(most + 1) // 2) for at, most in TRAINER_POINTS.items()]
     own += [Kill(role=PRODUCERS[i % 2], at=at, nth=(most + 1) // 2) for i, (at, most) in enumerate(PRODUCER_POINTS.items())]
-    return [Plan(kills=(kill,)) for kill in own]
+    spilling = [Plan(kills=(Kill(role=TRAINER, at=at, nth=most),), changes={"buffer": {"spill": "spill"}}) for at, most in SPILL_POINTS.items()]
+    return [*(Plan(kills=(kill,)) for kill in own), *spilling]
+
+
+def redis_points() -> list[Plan]:
+    """As above, but Redis dies there: between each write of the trainer and the next, and under producers."""
+    points = (
+        (TRAINER, Failpoint.TRAINER_ATTACHED, 1),
+        (TRAINER, Failpoint.TRAINER_STEP_OPENED, 4),
+        (TRAINER, Failpoint.TRAINER_CHUNK_LEASED, 9),
+        (TRAINER, Failpoint.TRAINER_WITNESSED, 6),
+        (TRAINER, Failpoint.TRAINER_TRAINED, 5),
+        (TRAINER, Failpoint.VERSION_RENAMED, 3),
+        (TRAINER, Failpoint.CHECKPOINT_RENAMED, 2),
+        (TRAINER, Failpoint.AUDIT_APPENDED, 1),
+        (TRAINER, Failpoint.TRAINER_BEFORE_DRAIN, 1),
+        (PRODUCERS[0], Failpoint.PRODUCER_RESERVED, 5),
+        (PRODUCERS[1], Failpoint.PRODUCER_MADE, 4),
+        (PRODUCERS[0], Failpoint.PRODUCER_PUT, 4),
+        (PRODUCERS[1], Failpoint.PRODUCER_BEFORE_GIVE_BACK, 1),
+    )
+    return [Plan(kills=(Kill(role=role, at=at, nth=nth, redis=True),)) for role, at, nth in points]
 
 
 def random_plan(seed: int) -> Plan:

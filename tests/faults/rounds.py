@@ -43,6 +43,8 @@ STEPS, B, CHUNK = 12, 4, 2
 SEED = 5
 KILLED = -signal.SIGKILL
 _ROUND_S = 90.0
+_KEPT_BYTES = 10_000
+"""Of the log of Redis: a server that has lost the very run cannot be told about it."""
 _TOLD_EVENTS, _TOLD_LINES = 40, 12
 
 
@@ -99,7 +101,7 @@ class Round:
     exits: dict[str, list[int]] = field(default_factory=dict)
     """Of every life, by role."""
     nursery: Path | None = None
-    """Whose children the daemons are; None: each is started by its command line."""
+    """Whose children the daemons are, but for a trainer with torch; None: each is started by its command line."""
     keys: Keys = field(default_factory=lambda: Keys("round"))
     _alive: dict[str, Process] = field(default_factory=dict)
 
@@ -147,7 +149,7 @@ class Round:
                 await asyncio.wait(daemons, return_when=asyncio.ALL_COMPLETED)
                 chance.cancel()
                 redis.cancel()
-            if _has_ended(self._alive[REDIS].pid):  # just now, and its keeper went too
+            if has_ended(self._alive[REDIS].pid):  # just now, and its keeper went too
                 await self._alive[REDIS].wait()
                 self._forget_writes()
                 await self._start_redis()
@@ -200,7 +202,7 @@ class Round:
             if kill.redis:
                 environ[VICTIM_VARIABLE] = str(self._alive[REDIS].pid)
         path = self.folder / f"{role}.log"
-        if self.nursery is not None:
+        if self.nursery is not None and not (role == TRAINER and self.backend == "torch"):  # its threads do not survive a fork
             self._alive[role] = await nursery.start(self.nursery, command[0], command[1:], environ=environ, log=path)
         else:
             with path.open("ab") as log:
@@ -228,7 +230,7 @@ class Round:
 
     def _forget_writes(self) -> None:
         for log in (self._redis_folder / "appendonlydir").glob("*.incr.aof") if self.lose else ():
-            os.truncate(log, max(0, log.stat().st_size - self.lose))
+            os.truncate(log, max(_KEPT_BYTES, log.stat().st_size - self.lose))
 
     # -- chance --------------------------------------------------------------------------------------------------------------------------------
 
@@ -247,7 +249,7 @@ class Round:
     async def failure(self, problems: Sequence[str]) -> RoundFailed:
         """The problems with the tail of events and of every log."""
         told = [f"round with {self}:", *(f"  * {problem}" for problem in problems), f"exits: {self.exits}", "last events:"]
-        async with client_of(self.url) as client:
+        async with client_of(self.url, deadline_s=2.0) as client:
             try:
                 told += [_event(one) for one in (await read_audit(self.run_folder / "audit.jsonl", client, self.keys))[-_TOLD_EVENTS:]]
             except (RollstreamError, OSError) as problem:
@@ -257,7 +259,7 @@ class Round:
         return RoundFailed("\n".join(told))
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether our child is gone, reaped or not."""
     try:
         handle = os.pidfd_open(pid)
@@ -270,8 +272,8 @@ def _has_ended(pid: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def client_of(url: str) -> AsyncIterator[Any]:
-    client = connect(url, deadline_s=10.0)
+async def client_of(url: str, *, deadline_s: float = 10.0) -> AsyncIterator[Any]:
+    client = connect(url, deadline_s=deadline_s)
     try:
         yield client
     finally:

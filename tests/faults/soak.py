@@ -1,13 +1,16 @@
-"""`python -m tests.faults.soak --rounds 300`: kill rounds by seed until one goes wrong; it is printed with its seed, its kills and the last events."""
+"""Rounds by seed, until one fails: `python -m tests.faults.soak --rounds 300 --seed 1`.
+
+Prints the seed of a round that failed, who was killed where, what is wrong, and the tail of its events; exit code 1.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults.nursery import nursery
@@ -15,51 +18,47 @@ from tests.faults.plans import Plan, loss_plan, random_plan
 from tests.faults.rounds import Round, RoundFailed
 from tests.faults.verdict import judge
 
-_TELL_EVERY = 25
-_LOSS_EVERY = 4
-"""Every fourth round Redis loses writes it had acknowledged."""
+_LOSSES = 4
+"""Of so many rounds one loses writes that Redis had acknowledged."""
 
 
 def plan_of(seed: int) -> Plan:
-    return loss_plan(seed) if seed % _LOSS_EVERY == 0 else random_plan(seed)
+    return loss_plan(seed) if seed % _LOSSES == 0 else random_plan(seed)
 
 
-async def soak(rounds: int, first: int, at_once: int) -> str | None:
-    """What went wrong first, if anything did."""
-    seeds, began = iter(range(first, first + rounds)), time.monotonic()
-    done, failed = itertools.count(1), asyncio.get_running_loop().create_future()
+async def soak(seeds: Iterator[int], nest: Path, *, jobs: int) -> list[int]:
+    """The seeds that failed."""
+    failed: list[int] = []
 
-    async def worker(nest: Path) -> None:
+    async def work() -> None:
         for seed in seeds:
-            if failed.done():
-                return
-            with tempfile.TemporaryDirectory(prefix="rs-") as folder:
-                async with Round(Path(folder) / "r", nursery=nest, **plan_of(seed).arguments()) as one:
-                    try:
-                        await one.run()
-                        await judge(one)
-                    except RoundFailed as problem:
-                        if not failed.done():
-                            failed.set_result(f"seed {seed}: {problem}\nagain: python -m tests.faults.soak --rounds 1 --first {seed}")
-                        return
-            if (count := next(done)) % _TELL_EVERY == 0 or count == rounds:
-                print(f"{count} of {rounds} rounds, {time.monotonic() - began:.0f} s: nothing lost, nothing twice", flush=True)
+            began, plan = time.monotonic(), plan_of(seed)
+            with tempfile.TemporaryDirectory(prefix="rs-soak-") as folder:
+                try:
+                    async with Round(Path(folder) / "round", **plan.arguments(), nursery=nest) as round_:
+                        await round_.run()
+                        await judge(round_)
+                except RoundFailed as problem:
+                    failed.append(seed)
+                    print(f"seed {seed} FAILED; again: python -m tests.faults.soak --rounds 1 --seed {seed}\n{problem}", flush=True)
+                else:
+                    deaths = sum(code != 0 for codes in round_.exits.values() for code in codes)
+                    print(f"seed {seed}: {deaths} killed, {time.monotonic() - began:.1f} s: {round_}"[:220], flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="rs-n") as folder, nursery(Path(folder)) as nest:
-        await asyncio.gather(*(worker(nest) for _ in range(at_once)))
-    return failed.result() if failed.done() else None
+    await asyncio.gather(*(work() for _ in range(jobs)))
+    return failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--first", type=int, default=1000, help="seed of the first round")
-    parser.add_argument("--at-once", type=int, default=2)
-    given = parser.parse_args()
-    problem = asyncio.run(soak(given.rounds, given.first, given.at_once))
-    if problem is not None:
-        print(problem)
-    return problem is not None
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description="kill -9 of real processes, round after round.")
+    parser.add_argument("--rounds", type=int, default=300, metavar="N")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the first round; the next ones count on from it")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="rounds at the same time")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rs-nest-") as folder, nursery(Path(folder)) as nest:
+        failed = asyncio.run(soak(iter(range(options.seed, options.seed + options.rounds)), nest, jobs=options.jobs))
+    print(f"{options.rounds} rounds, {len(failed)} failed{': ' if failed else ''}{', '.join(map(str, sorted(failed)))}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

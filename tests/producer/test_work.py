@@ -204,6 +204,45 @@ async def test_a_finished_group_is_held_while_redis_is_away_and_put_when_it_is_b
     assert (await stage.ledger.status()).ready == 2
 
 
+class Forgetful(ProducerBuffer):
+    """A buffer whose ledger has not trained anything for so many puts: it lost it, and its trainer has not told it again."""
+
+    puts = 0
+
+    def of(self, stage: Any, puts: int) -> Forgetful:
+        self.client, self.state, self.puts = stage.redis, stage.keys.state, puts
+        return self
+
+    async def put(self, header: Any, payload: bytes) -> Any:
+        await self.client.hset(self.state, "trained", -1 if self.puts else 0)
+        self.puts = max(0, self.puts - 1)
+        return await super().put(header, payload)
+
+
+async def test_a_version_that_the_ledger_forgot_is_no_failure_of_the_group(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.outage._PAUSE_S", 0.01)
+    config = stage.config(producer={"max_inflight_groups": 1})
+    prepared = await stage.create(config, pipeline_depth=0.0)
+    await stage.engine("a")
+    buffer = Forgetful(stage.ledger, stage.wakeups, "o" * 16).of(stage, 3)
+    async with working(stage, config, prepared, buffer=buffer) as bench:
+        await until(stage, lambda: bench.work.tally.put == 2)
+        assert bench.work.tally.failed == 0
+    assert [(event["seq"], event["attempt"]) for event in await stage.audit("put")] == [(0, 1), (1, 1)]
+
+
+async def test_a_version_that_the_run_never_trained_fails_the_group_in_the_end(stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("producer.outage._PAUSE_S", 0.01)
+    config = stage.config(producer={"max_inflight_groups": 1})
+    prepared = await stage.create(config, pipeline_depth=0.0, max_attempts=1)
+    await stage.engine("a")
+    buffer = Forgetful(stage.ledger, stage.wakeups, "o" * 16).of(stage, 10_000)
+    async with working(stage, config, prepared, buffer=buffer) as bench:
+        await until(stage, lambda: bench.work.tally.failed == 1)
+    (dead,) = await stage.audit("dead")
+    assert (dead["seq"], dead["reason"], "never trained version 1:0" in dead["why"]) == (0, "failed", True)
+
+
 async def test_redis_that_stays_away_ends_the_wait_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("producer.outage._PAUSE_S", 0.01)
 

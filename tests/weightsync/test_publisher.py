@@ -162,6 +162,19 @@ async def test_a_pointer_that_redis_lost_is_moved_forward_again(
         assert (await rig.channel.newest()).digest == publisher.published.digest
 
 
+async def test_versions_that_redis_lost_do_not_fill_the_store(rig: Any, redis: Any, keys: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
+    await rig.attach(2, 9)
+    async with Publisher(rig.channel, store, keep=3) as publisher:
+        for n in (1, 2):
+            publisher.submit(snapshot(Version(2, n)), 2)
+            await publisher.drain(20)
+        store.write(snapshot(Version(3, 0)))  # its trainer is about to publish it
+        await redis.hdel(keys.weights, "manifest:2:1")
+        publisher.submit(snapshot(Version(2, 3)), 2)
+        await publisher.drain(20)
+    assert store.versions() == (Version(2, 2), Version(2, 3), Version(3, 0))
+
+
 async def test_a_version_is_offered_again_while_redis_has_lost_the_attachment(
     rig: Any, store: DirectoryStore, snapshot: Callable[[Version], Snapshot], monkeypatch: pytest.MonkeyPatch
 ):
