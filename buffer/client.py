@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from buffer.contract import Blocked, ChunkRecord, Ledger, PutResult, Slot
+from buffer.payloads import by_bytes
 from buffer.shares import Share
 from buffer.storage import Storage, read_payloads, storage_answers
 from protocol.codec import decode_group
@@ -226,13 +227,6 @@ class TrainerBuffer:
 
 def _waves(headers: list[GroupHeader]) -> Iterable[list[list[GroupHeader]]]:
     """Batches of about `FETCH_BYTES`, a few at a time."""
-    batches: list[list[GroupHeader]] = []
-    size = FETCH_BYTES
-    for header in headers:
-        if size >= FETCH_BYTES:
-            batches.append([])
-            size = 0
-        batches[-1].append(header)
-        size += header.payload_bytes
+    batches = list(by_bytes(headers, FETCH_BYTES))
     for start in range(0, len(batches), _FETCHES_AT_ONCE):
         yield batches[start : start + _FETCHES_AT_ONCE]
