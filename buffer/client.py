@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from buffer.contract import Blocked, ChunkRecord, Ledger, PutResult, Slot
@@ -174,11 +174,8 @@ class TrainerBuffer:
         while True:
             mine = share.of(chunk.headers)
             missing = [header for header in mine if (header.seq, header.token) not in have]
-            lost: list[Seq] = []
-            for wave in _waves(missing):
-                for found, gone in await self._read_wave(chunk.step, wave):
-                    have.update(found)
-                    lost += gone
+            have.update(await self._read(chunk.step, missing))
+            lost = [header.seq for header in missing if (header.seq, header.token) not in have]
             if not lost:
                 return chunk, [(header, have[header.seq, header.token]) for header in mine]
             for seq in lost:
@@ -192,29 +189,32 @@ class TrainerBuffer:
                 answer = await self.lease(chunk.step, chunk.chunk, on_blocked)
             chunk = answer
 
-    async def _read_wave(self, step: int, wave: list[list[GroupHeader]]) -> list[tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]]:
-        """All batches at once; one that fails ends the others."""
+    async def _read(self, step: int, headers: Sequence[GroupHeader]) -> dict[tuple[Seq, SlotToken], RolloutGroup]:
+        """Those of the groups that are whole. While one batch is decoded, the server sends the next; a batch that fails ends the others."""
+        found: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
+        batches = by_bytes(headers, FETCH_BYTES)
+
+        async def read() -> None:
+            for batch in batches:
+                found.update(await self._read_batch(step, batch))
+
         try:
             async with asyncio.TaskGroup() as reading:
-                tasks = [reading.create_task(self._read(step, batch), name="trainer:read") for batch in wave]
+                for _ in range(_FETCHES_AT_ONCE):
+                    reading.create_task(read(), name="trainer:read")
         except ExceptionGroup as problems:
             raise problems.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return found
 
-    async def _read(self, step: int, batch: list[GroupHeader]) -> tuple[dict[tuple[Seq, SlotToken], RolloutGroup], list[Seq]]:
+    async def _read_batch(self, step: int, batch: Sequence[GroupHeader]) -> dict[tuple[Seq, SlotToken], RolloutGroup]:
         found: dict[tuple[Seq, SlotToken], RolloutGroup] = {}
-        lost: list[Seq] = []
         payloads = await read_payloads(self._ledger, self._storage, step, batch)
         for header in batch:
             key = header.seq, header.token
-            if key not in payloads:
-                lost.append(header.seq)
-                continue
-            try:
-                found[key] = await self._with_blobs(header, decode_group(payloads[key]))
-            except (DecodeError, PayloadLost):  # bytes that have the right digest were written so: no reader will ever understand them
-                lost.append(header.seq)
-        return found, lost
+            if key in payloads:
+                with contextlib.suppress(DecodeError, PayloadLost):  # bytes that have the right digest were written so: no reader will ever understand them
+                    found[key] = await self._with_blobs(header, decode_group(payloads[key]))
+        return found
 
     async def _with_blobs(self, header: GroupHeader, group: RolloutGroup) -> RolloutGroup:
         if not header.blobs:
@@ -223,10 +223,3 @@ class TrainerBuffer:
             raise ConfigError(f"group {header.seq} has extras in a blob store, and this process was given none: open the storage of the run's settings")
         with storage_answers():
             return await asyncio.to_thread(self._storage.blobs.restore, header, group)
-
-
-def _waves(headers: list[GroupHeader]) -> Iterable[list[list[GroupHeader]]]:
-    """Batches of about `FETCH_BYTES`, a few at a time."""
-    batches = list(by_bytes(headers, FETCH_BYTES))
-    for start in range(0, len(batches), _FETCHES_AT_ONCE):
-        yield batches[start : start + _FETCHES_AT_ONCE]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import msgpack
 import orjson
 
+from buffer import redis_replies
 from buffer.config import BufferConfig
 from buffer.contract import (
     WHY_CHARS,
@@ -27,10 +28,7 @@ from buffer.contract import (
     Granted,
     History,
     LedgerStatus,
-    PastStep,
     PutResult,
-    RunState,
-    Slot,
     StepRecord,
     TrainedReply,
     TrainedStep,
@@ -40,26 +38,19 @@ from buffer.ledger_rebuild import covered_step
 from buffer.payloads import check_payload
 from buffer.policy import Policy
 from buffer.redis_put import PutPath, PutRequest
+from buffer.scripts import ledger_script
 from protocol.codec import decode, encode
 from protocol.connection import Client, Script, asking
 from protocol.errors import (
-    ConfigError,
-    DecodeError,
-    Fenced,
-    LedgerError,
     LedgerRegressed,
-    PayloadTooLarge,
-    ReplayGap,
-    RunEnded,
     RunMissing,
     SlotLost,
-    StepOrder,
 )
 from protocol.failpoints import Failpoint, failpoint
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
 from protocol.messages import Attempt, Edge, GroupHeader, JsonValue, Reason, Seq, SlotToken
-from protocol.versions import Fork, Lineage, Version
+from protocol.versions import Version
 
 _PUT_TRIES = 3
 _MIN_KEEP = 2
@@ -87,42 +78,36 @@ FORKED_KEYS = tuple(name for name in _OWN_KEYS if name not in ("requests", "requ
 """What a fork takes along, besides state and forks: no answers to requests and no readers, which are of the other run."""
 _SWEEP_LIMIT = 256
 
-
-def _script(name: str, flags: str = "", *, around: str = "count", uses: Sequence[str] = ()) -> Script:
-    """`around` says what its call is (rule R1): count, one that changes the ledger; fence, an attached trainer's; answer, one that only looks."""
-    return Script("buffer", f"lua/{name}.lua", prelude=[f"lua/{part}.lua" for part in ("common", *uses)], epilogue=f"lua/{around}.lua", flags=flags)
-
-
 _DRAINS = "allow-oom"
 """Scripts that work at maxmemory: they are how memory comes free, or let finished work through; what each adds is small and bounded (rule L1).
 The payload's SET and `reserve` are what a full server refuses."""
 _READS = "no-writes"
-_CREATE = _script("create", around="answer")
-_RESERVE = _script("reserve")
-_BIND = _script("bind", _DRAINS)
-_RENEW = _script("renew", _DRAINS)
-_PUT = _script("put", _DRAINS)
-_RELEASE = _script("release", _DRAINS)
-_ATTACH = _script("attach", _DRAINS, uses=("rewind",))
-_OPEN_STEP = _script("open_step", _DRAINS, around="fence")
-_LEASE = _script("lease", _DRAINS, around="fence")
-_PAYLOAD_LOST = _script("payload_lost", _DRAINS, around="fence")
-_TRAINED = _script("trained", _DRAINS, around="fence", uses=("rewind",))
-_CHECKPOINT = _script("checkpoint", _DRAINS, around="fence")
-_REASSERT_BEGIN, _REASSERT_STEP, _REASSERT_END = (_script(f"reassert_{part}", _DRAINS, uses=("rewind", "settle")) for part in ("begin", "step", "end"))
-_DRAIN = _script("drain", _DRAINS, around="fence")
-_STATUS = _script("status", _DRAINS, around="answer")
-_JOURNAL = _script("journal", _READS, around="answer")
-_ENDED = _script("ended", _READS, around="answer")
-_SET_ASIDE = _script("set_aside", _DRAINS, around="fence")
-_SPILLABLE = _script("spillable", _READS, around="answer")
-_SPILLED = _script("spilled", _DRAINS, around="fence")
-_DEAD_LETTERS = _script("dead_letters", _READS, around="answer")
-_REQUEUE = _script("requeue")
-_READY = _script("ready", _READS, around="answer")
-_FOLLOW = _script("follow", _DRAINS, around="answer")
-_SWEEP = _script("sweep", _DRAINS)
-_SWEPT = _script("swept", _DRAINS, around="answer")
+_CREATE = ledger_script("create", around="answer")
+_RESERVE = ledger_script("reserve")
+_BIND = ledger_script("bind", _DRAINS)
+_RENEW = ledger_script("renew", _DRAINS)
+_PUT = ledger_script("put", _DRAINS)
+_RELEASE = ledger_script("release", _DRAINS)
+_ATTACH = ledger_script("attach", _DRAINS)
+_OPEN_STEP = ledger_script("open_step", _DRAINS, around="fence")
+_LEASE = ledger_script("lease", _DRAINS, around="fence")
+_PAYLOAD_LOST = ledger_script("payload_lost", _DRAINS, around="fence")
+_TRAINED = ledger_script("trained", _DRAINS, around="fence")
+_CHECKPOINT = ledger_script("checkpoint", _DRAINS, around="fence")
+_REASSERT_BEGIN, _REASSERT_STEP, _REASSERT_END = (ledger_script(f"reassert_{part}", _DRAINS) for part in ("begin", "step", "end"))
+_DRAIN = ledger_script("drain", _DRAINS, around="fence")
+_STATUS = ledger_script("status", _DRAINS, around="answer")
+_JOURNAL = ledger_script("journal", _READS, around="answer")
+_ENDED = ledger_script("ended", _READS, around="answer")
+_SET_ASIDE = ledger_script("set_aside", _DRAINS, around="fence")
+_SPILLABLE = ledger_script("spillable", _READS, around="answer")
+_SPILLED = ledger_script("spilled", _DRAINS, around="fence")
+_DEAD_LETTERS = ledger_script("dead_letters", _READS, around="answer")
+_REQUEUE = ledger_script("requeue")
+_READY = ledger_script("ready", _READS, around="answer")
+_FOLLOW = ledger_script("follow", _DRAINS, around="answer")
+_SWEEP = ledger_script("sweep", _DRAINS)
+_SWEPT = ledger_script("swept", _DRAINS, around="answer")
 
 
 @dataclass(slots=True)
@@ -174,7 +159,7 @@ class RedisLedger:
             "max_attempts": settings.max_attempts,
         }
         flat = [item for pair in fields.items() for item in pair]
-        reply = await self._call(_CREATE, _identity_json(identity), settings.model_dump_json(), *flat)
+        reply = await self._call(_CREATE, redis_replies.identity_json(identity), settings.model_dump_json(), *flat)
         return bool(reply[0])
 
     async def join(self, identity: RunIdentity) -> BufferConfig:
@@ -187,7 +172,7 @@ class RedisLedger:
         with asking("join"):
             raw = await self._client.hmget(self._run.state, ["identity", "settings"])
         if raw[0] is None or raw[1] is None:
-            raise RunMissing(_missing(self._run.run))
+            raise RunMissing(redis_replies.missing(self._run.run))
         settings = orjson.loads(raw[1])
         known = {name: value for name, value in settings.items() if name in BufferConfig.model_fields}
         return RunIdentity.read(raw[0], run=self._run.run), BufferConfig.model_validate(known)
@@ -201,19 +186,7 @@ class RedisLedger:
         reply = await self._owned(_RESERVE, owner, request_id, n, max_bytes, "" if served is None else str(served), *tokens)
         if isinstance(reply, Blocked):
             return reply
-        return Granted(
-            slots=tuple(
-                Slot(
-                    seq=Seq(seq),
-                    attempt=Attempt(attempt),
-                    token=SlotToken(token),
-                    min_version=Version.parse(version),
-                    prompt_id=prompt,
-                    max_bytes=charged,
-                )
-                for seq, attempt, token, version, prompt, charged in orjson.loads(reply[0])
-            )
-        )
+        return redis_replies.granted(reply[0])
 
     async def bind(self, seq: Seq, token: SlotToken, prompt_id: str) -> str:
         reply = await self._owned(_BIND, seq, token, prompt_id, about=f"group {seq}")
@@ -225,18 +198,26 @@ class RedisLedger:
     async def put(self, header: GroupHeader, payload: bytes) -> PutResult:
         if len(payload) != header.payload_bytes:
             raise ValueError(f"group {header.seq}: header says {header.payload_bytes} bytes, the payload has {len(payload)}")
-        group = [
+        tokens = {str(version): count for version, count in header.trainable.items()}
+        event = {
+            "seq": header.seq,
+            "attempt": header.attempt,
+            "producer_id": header.producer_id,
+            "bytes": header.payload_bytes,
+            "tokens": tokens,
+            "rewards": header.rewards,
+            "lengths": header.sampled,
+        }
+        group = (
             header.seq,
             header.attempt,
             header.token,
             header.payload_bytes,
             encode(header),
-            orjson.dumps({str(version): tokens for version, tokens in header.trainable.items()}),
-            header.producer_id,
-            orjson.dumps(header.rewards),
-            orjson.dumps(header.sampled),
+            tokens,
+            orjson.dumps(event)[:-1],  # the ledger adds what only it knows
             bool(header.blobs),
-        ]
+        )
         known = self._sequence
         send = self._puts.cluster if await self._on_cluster() else self._puts.one_server
         request = PutRequest(key=self._run.payload(header.seq, header.attempt, header.token), payload=payload, group=msgpack.packb(group, use_bin_type=False))
@@ -262,28 +243,28 @@ class RedisLedger:
         incarnation, step, forks = self._read(reply, "the starting weights" if checkpoint is None else str(checkpoint), 0)
         self._attached[incarnation] = _Attached(incarnation_id, reply[0])
         await self._last(f"the attachment of incarnation {incarnation}")
-        return Attachment(incarnation=incarnation, incarnation_id=incarnation_id, resume_step=step, lineage=_lineage(forks, incarnation))
+        return Attachment(incarnation=incarnation, incarnation_id=incarnation_id, resume_step=step, lineage=redis_replies.lineage(forks, incarnation))
 
     async def open_step(self, incarnation: int, step: int) -> StepRecord:
-        return _step_record((await self._fenced(_OPEN_STEP, incarnation, step))[0])
+        return redis_replies.step_record((await self._fenced(_OPEN_STEP, incarnation, step))[0])
 
     async def lease(self, incarnation: int, step: int, chunk: int) -> ChunkRecord | Blocked:
         reply = await self._fenced(_LEASE, incarnation, step, chunk)
-        return reply if isinstance(reply, Blocked) else _chunk(reply)
+        return reply if isinstance(reply, Blocked) else redis_replies.chunk(reply)
 
     async def payload_lost(self, incarnation: int, step: int, chunk: int, seq: Seq) -> ChunkRecord | Blocked:
         reply = await self._fenced(_PAYLOAD_LOST, incarnation, step, chunk, seq)
-        return reply if isinstance(reply, Blocked) else _chunk(reply)
+        return reply if isinstance(reply, Blocked) else redis_replies.chunk(reply)
 
     async def trained(self, incarnation: int, step: int, digest: str, stats: Mapping[str, JsonValue]) -> TrainedReply:
         trained, forks, wanted = await self._fenced(_TRAINED, incarnation, step, digest, orjson.dumps(dict(stats)))
-        return TrainedReply(trained=trained, lineage=_lineage(forks, incarnation), checkpoint_wanted=bool(wanted))
+        return TrainedReply(trained=trained, lineage=redis_replies.lineage(forks, incarnation), checkpoint_wanted=bool(wanted))
 
     async def checkpoint(self, incarnation: int, checkpoint: CheckpointRef, *, keep: int) -> tuple[CheckpointRef, ...]:
         keep = max(_MIN_KEEP, keep)
         reply = await self._fenced(_CHECKPOINT, incarnation, checkpoint.step, checkpoint.incarnation, checkpoint.digest, checkpoint.path, keep)
         await self._last(f"the checkpoint of step {checkpoint.step}")
-        return _checkpoints(reply[0])
+        return redis_replies.checkpoints(reply[0])
 
     async def reassert(self, incarnation: int, incarnation_id: str, history: History) -> None:
         async with self._turn:
@@ -301,14 +282,14 @@ class RedisLedger:
             orjson.dumps({str(one): fork for one, fork in history.incarnations.items()}),
             covered_step(history),
             orjson.dumps([(past.step, past.seqs, past.incarnation, past.digest) for past in steps]),
-            orjson.dumps([_row(one) for one in history.checkpoints]),
+            orjson.dumps([redis_replies.checkpoint_row(one) for one in history.checkpoints]),
             seen,
         )
         for past in steps:
             failpoint(Failpoint.TRAINER_REASSERTING)
             if past.step > covered:
                 gone = await self._gone([header for chunk in past.chunks for header in chunk.headers]) if await self._on_cluster() else ()
-                await self._call(_REASSERT_STEP, *me, *_past_step(past, history.checkpoints, gone))
+                await self._call(_REASSERT_STEP, *me, *redis_replies.past_step(past, history.checkpoints, gone))
         reply = await self._send(_REASSERT_END, *me, seen)
         self._read(reply, "", 0)
         self._attached[incarnation] = _Attached(incarnation_id, reply[0])
@@ -334,8 +315,7 @@ class RedisLedger:
     # people and readers -----------------------------------------------------------------------------------------------------
 
     async def dead_letters(self, after: Seq, count: int) -> tuple[DeadLetter, ...]:
-        flat = await self._call(_DEAD_LETTERS, after, count)
-        return tuple(_letter(seq, orjson.loads(raw)) for seq, raw in zip(flat[::2], flat[1::2], strict=True))
+        return redis_replies.letters(await self._call(_DEAD_LETTERS, after, count))
 
     async def requeue(self, seqs: Sequence[Seq]) -> tuple[Seq, ...]:
         return tuple(Seq(seq) for seq in await self._call(_REQUEUE, *seqs))
@@ -371,54 +351,18 @@ class RedisLedger:
 
     async def step_record(self, step: int) -> StepRecord | None:
         records, _ = await self._call(_JOURNAL, step, step)
-        return _step_record(records[0]) if records else None
+        return redis_replies.step_record(records[0]) if records else None
 
     async def trained_step(self, step: int) -> TrainedStep | None:
         reply = await self._call(_ENDED, step)
-        if not reply:
-            return None
-        incarnation, digest, at_ms = reply
-        return TrainedStep(step=step, incarnation=incarnation, digest=digest.decode(), at=int(at_ms) / 1000)
+        return redis_replies.trained_step(step, reply) if reply else None
 
     async def chunks(self, first_step: int, last_step: int) -> tuple[ChunkRecord, ...]:
         _, chunks = await self._call(_JOURNAL, first_step, last_step)
-        return tuple(_chunk(chunk[1:]) for chunk in chunks)
+        return tuple(redis_replies.chunk(chunk[1:]) for chunk in chunks)
 
     async def status(self) -> LedgerStatus:
-        flat, generating, ready, released, forks, versions, letters, to_spill, readers = await self._call(_STATUS)
-        fields = {name.decode(): value.decode() for name, value in _pairs(flat)}
-
-        def number(name: str) -> int:
-            return int(fields.get(name, 0))
-
-        def by_reason(prefix: str) -> dict[Reason, int]:
-            return {Reason(name.removeprefix(prefix)): int(value) for name, value in fields.items() if name.startswith(prefix) and value != "0"}
-
-        return LedgerStatus(
-            state=RunState(fields["run_state"]),
-            incarnation=number("incarnation"),
-            trained=number("trained"),
-            next_seq=number("next_seq"),
-            low_seq=number("low_seq"),
-            generating=generating,
-            ready=ready,
-            leased=number("leased"),
-            released=released,
-            trained_groups=number("trained_groups"),
-            dead=by_reason("dead:"),
-            releases=by_reason("releases:"),
-            bytes_used=number("bytes"),
-            byte_budget=number("budget"),
-            admission_limit=number("limit"),
-            checkpoints=_checkpoints(fields.get("checkpoints", "[]").encode()),
-            sequence=number("sequence"),
-            lineage=_lineage(forks, number("incarnation")),
-            ready_versions={Version.parse(version.decode()): int(tokens) for version, tokens in _pairs(versions)},
-            letters=letters,
-            dropped=number("dropped"),
-            to_spill=to_spill,
-            readers={reader.decode(): int(step) for reader, step in _pairs(readers)},
-        )
+        return redis_replies.status(await self._call(_STATUS))
 
     async def delete_run(self) -> int:
         """Delete every key of the run, payloads and those of other packages too; the number deleted. Walks the key space. The state goes first: whoever is
@@ -489,106 +433,5 @@ class RedisLedger:
         if code == b"OK":
             return rest
         if code != b"BLOCKED":
-            refuse(code.decode(), rest[0] if rest else None, about, self._run.run)
+            redis_replies.refuse(code.decode(), rest[0] if rest else None, about, self._run.run)
         return Blocked(edge=Edge(rest[0].decode()))
-
-
-def refuse(code: str, detail: Any, about: str, run: str) -> NoReturn:
-    """The error a refusal of the ledger stands for."""
-    seen = detail.decode() if isinstance(detail, bytes) else str(detail)
-    errors: dict[str, Exception] = {
-        "RUN_MISSING": RunMissing(_missing(run)),
-        "RUN_ENDED": RunEnded(f"run {run!r} is draining: nothing new is handed out"),
-        "REGRESSED": LedgerRegressed(
-            f"the ledger of run {run!r} is at incarnation {seen}: Redis lost writes it had acknowledged; its trainer re-asserts them, or resumes"
-        ),
-        "FENCED": Fenced(f"incarnation {seen} is attached: this trainer has been replaced and must stop"),
-        "SLOT_LOST": SlotLost(f"{about}: the slot expired or was given away; drop what it made"),
-        "TOO_LARGE": PayloadTooLarge(f"{about}: {seen} were charged at reserve; release it as failed, and reserve with the limit its tokens allow"),
-        "BAD_VERSION": DecodeError("header.trainable", f"{about}: this run never trained version {seen}"),
-        "STEP_ORDER": StepOrder(seen),
-        "REPLAY_GAP": ReplayGap(f"{seen}: start there, keep more with buffer.retention, or read older steps from buffer.spill"),
-        "NO_CHECKPOINT": StepOrder(f"attach to {about}: not a registered checkpoint; registered are {seen}"),
-        "BUDGET_TOO_SMALL": ConfigError(f"buffer.byte_budget {seen} is smaller than one group's upper bound: raise it, or lower rollout.max_new_tokens"),
-    }
-    raise errors.get(code, LedgerError(f"unknown refusal {code} {seen}"))
-
-
-def _missing(run: str) -> str:
-    return f"run {run!r} does not exist in this Redis: start its trainer with --new, or correct run.name"
-
-
-def _identity_json(identity: RunIdentity) -> bytes:
-    return orjson.dumps({name: getattr(identity, name) for name in identity.__dataclass_fields__})
-
-
-def _pairs(flat: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _lineage(forks: Sequence[bytes], head: int) -> Lineage:
-    table = {}
-    for incarnation, fork in _pairs(forks):
-        parent, step, _ = fork.split(b":", 2)
-        table[int(incarnation)] = Fork(int(parent), int(step))
-    return Lineage(table or {0: Fork(0, 0)}, head)
-
-
-def _step_record(raw: bytes) -> StepRecord:
-    record = orjson.loads(raw)
-    forks = {int(incarnation): Fork(*fork) for incarnation, fork in record.pop("forks").items()}
-    return StepRecord(lineage=Lineage(forks, record.pop("head")), **record)
-
-
-def _row(one: CheckpointRef) -> list[int | str]:
-    return [one.step, one.incarnation, one.digest, one.path]
-
-
-def _past_step(past: PastStep, checkpoints: Sequence[CheckpointRef], gone: Collection[Seq]) -> list[str | int | bytes]:
-    """Arguments of the script, after who asks."""
-    chunks, rest = [], []
-    for chunk in past.chunks:
-        groups = [
-            (h.seq, h.attempt, h.token, 0 if h.seq in gone else h.payload_bytes, {str(version): n for version, n in h.trainable.items()}, bool(h.blobs))
-            for h in chunk.headers
-        ]
-        chunks.append((chunk.chunk, chunk.revision, chunk.record.incarnation, groups))
-        rest += [_record_json(chunk.record), *(encode(header) for header in chunk.headers)]
-    kept = [_row(one) for one in checkpoints if one.step == past.step]
-    return [past.step, past.digest, past.incarnation, orjson.dumps(kept), orjson.dumps(chunks), *rest]
-
-
-def _record_json(record: StepRecord) -> bytes:
-    """As `open_step` writes it."""
-    fields = {name: getattr(record, name) for name in ("step", "incarnation", "groups", "chunk", "guard", "cutoff")}
-    forks = {str(incarnation): list(fork) for incarnation, fork in record.lineage.forks.items()}
-    return orjson.dumps(fields | {"head": record.lineage.head, "forks": forks})
-
-
-def _chunk(reply: Sequence[Any]) -> ChunkRecord:
-    step, chunk, revision, last, record, *headers = reply
-    return ChunkRecord(
-        step=step,
-        chunk=chunk,
-        revision=revision,
-        headers=tuple(decode(GroupHeader, header) for header in headers),
-        last=bool(last),
-        record=_step_record(record),
-    )
-
-
-def _letter(seq: int, row: Mapping[str, Any]) -> DeadLetter:
-    return DeadLetter(
-        seq=Seq(seq),
-        attempt=Attempt(row["a"]),
-        reason=Reason(row["r"]),
-        failures=row["f"],
-        prompt_id=row.get("p"),
-        why=row["w"],
-        at=row["at"] / 1000,
-    )
-
-
-def _checkpoints(raw: bytes) -> tuple[CheckpointRef, ...]:
-    rows = orjson.loads(raw)
-    return tuple(CheckpointRef(step=step, incarnation=incarnation, digest=digest, path=path) for step, incarnation, digest, path in rows or ())

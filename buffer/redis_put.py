@@ -7,8 +7,7 @@ a cluster    SET ► script ► PERSIST      each acknowledged before the next, 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from redis.exceptions import NoScriptError
 
@@ -27,8 +26,7 @@ Reply: TypeAlias = "tuple[int, list[Any]]"
 """The ledger's sequence number, and its answer: code, then what goes with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PutRequest:
+class PutRequest(NamedTuple):
     """One put as the script takes it."""
 
     key: str
@@ -84,7 +82,7 @@ class PutPath:
         argv = [*self._head, *(request.group for request in batch)]
         async with self._client.pipeline(transaction=False) as pipe:
             for request in batch:
-                pipe.set(request.key, request.payload, nx=True, px=PAYLOAD_TTL_S * 1000)
+                pipe.execute_command("SET", request.key, request.payload, "NX", "PX", PAYLOAD_TTL_S * 1000)
             pipe.evalsha(self._script.sha, len(keys), *keys, *argv)
             *stored, reply = await pipe.execute(raise_on_error=False)
         if isinstance(reply, NoScriptError):

@@ -6,7 +6,6 @@ On the wire: `{"dtype": "<i4", "shape": [8, 2048], "data": bytes}`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +20,8 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 MaskArray: TypeAlias = npt.NDArray[np.uint8]
 
 DTYPES = frozenset({"<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|i1", "<i2", "<u2"})
-_SIZES = {dtype: np.dtype(dtype).itemsize for dtype in DTYPES}
+_KINDS = {dtype: np.dtype(dtype) for dtype in DTYPES}
+_INTEGERS, _BINARY = {int}, (bytes, memoryview)
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
 
@@ -42,31 +42,29 @@ def pack(array: Array) -> dict[str, object]:
 
 def unpack(wire: object, field: str) -> Array:
     """A read-only view of the bytes in `wire`. Raises `DecodeError` naming `field`."""
-    if not isinstance(wire, Mapping):
+    if not isinstance(wire, dict):
         raise DecodeError(field, f"expected an array, got {type(wire).__name__}")
     dtype, shape, data = wire.get("dtype"), wire.get("shape"), wire.get("data")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    kind = _KINDS.get(dtype) if isinstance(dtype, str) else None
+    if kind is None:
         raise DecodeError(f"{field}.dtype", f"got {brief(dtype)}, expected one of {sorted(DTYPES)}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not {*map(type, shape)} <= _INTEGERS or min(shape, default=0) < 0:
         raise DecodeError(f"{field}.shape", f"got {brief(shape)}, expected at most {MAX_DIMENSIONS} sizes of 0 or more")
-    if not isinstance(data, bytes | memoryview):
+    if not isinstance(data, _BINARY):
         raise DecodeError(f"{field}.data", f"expected bytes, got {type(data).__name__}")
-    if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # also where another size is 0: numpy cannot hold such a shape
-        raise DecodeError(f"{field}.shape", f"{brief(shape)} is over the limit of {MAX_ELEMENTS} elements")
-    expected = math.prod(shape) * np.dtype(dtype).itemsize
-    size = data.nbytes if isinstance(data, memoryview) else len(data)
-    if size != expected:
-        raise DecodeError(f"{field}.data", f"{size} bytes, expected {expected} for {dtype} {shape}")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    size, expected = memoryview(data).nbytes, math.prod(shape) * kind.itemsize
+    if size != expected or not size:
+        if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # also where another size is 0: numpy cannot hold such a shape
+            raise DecodeError(f"{field}.shape", f"{brief(shape)} is over the limit of {MAX_ELEMENTS} elements")
+        if size != expected:
+            raise DecodeError(f"{field}.data", f"{size} bytes, expected {expected} for {dtype} {brief(shape)}")
+    array = np.frombuffer(data, kind)
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def unpack_as(wire: object, field: str, dtype: str, dimensions: int) -> Array:
     """As `unpack`, and refuses another dtype or number of dimensions."""
-    if dimensions == 1 and type(wire) is dict and wire.get("dtype") == dtype:  # the usual case, in one look
-        data, shape = wire.get("data"), wire.get("shape")
-        if type(data) is bytes and type(shape) is list and shape == [len(data) // _SIZES[dtype]] and len(data) % _SIZES[dtype] == 0:
-            return np.frombuffer(data, dtype=dtype)
     array = unpack(wire, field)
-    if array.dtype.str != dtype or array.ndim != dimensions:
+    if array.dtype != _KINDS[dtype] or array.ndim != dimensions:
         raise DecodeError(field, f"got {array.dtype.str} of {array.ndim} dimensions, expected {dtype} of {dimensions}")
     return array

@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias, cast
 
 from protocol.errors import DecodeError
@@ -102,12 +102,12 @@ def _optional(parts: tuple[Any, ...]) -> Reader:
 
 
 def _sequence(hint: Any) -> Reader:
-    item, exact = reader(hint), _exact(hint)
+    item, plain = reader(hint), {_exact(hint)}
 
     def read(wire: object, path: str) -> object:
         if not isinstance(wire, list):
             raise DecodeError(path, f"expected a list, got {type(wire).__name__}")
-        if exact is not None and all(type(value) is exact for value in wire):
+        if {*map(type, wire)} <= plain:
             return tuple(wire)
         return tuple(item(value, f"{path}[{i}]") for i, value in enumerate(wire))
 
@@ -147,11 +147,15 @@ def _scalar(hint: Any) -> Reader:
     return read
 
 
+_parsed = lru_cache(maxsize=1024)(Version.parse)
+"""A header names a version twice, and a lease many headers of few versions."""
+
+
 def _version(wire: object, path: str) -> object:
     if not isinstance(wire, str):
         raise DecodeError(path, f"expected a version string, got {type(wire).__name__}")
     try:
-        return Version.parse(wire)
+        return _parsed(wire)
     except DecodeError as problem:
         raise DecodeError(path, str(problem)) from problem
 

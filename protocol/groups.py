@@ -6,9 +6,11 @@ Layout of the frame, G rollouts of T tokens together and S spans: `lengths` [G],
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_type_hints, overload
 
 import numpy as np
 
@@ -62,7 +64,8 @@ def encode_group(group: RolloutGroup, *, compress: bool = False) -> bytes:
 
 
 def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) -> RolloutGroup:
-    """The group in `data`; its arrays are read-only views, and every invariant of `Rollout` holds.
+    """The group in `data`; its arrays are read-only views, and every invariant of `Rollout` holds, though rollouts and spans become objects only when they
+    are first asked for.
 
     Raises: `DecodeError` naming the field, `SchemaTooNew` for a newer major.
     """
@@ -71,11 +74,11 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
     tokens = cast("IntArray", unpack_as(body.get("tokens"), "tokens", "<i4", 1))
     mask = cast("MaskArray", unpack_as(body.get("mask"), "mask", "|u1", 1))
     logprobs = cast("FloatArray", unpack_as(body.get("logprobs"), "logprobs", "<f4", 1))
-    rewards = unpack_as(body.get("rewards"), "rewards", "<f8", 1).tolist()
+    rewards = cast("list[float]", unpack_as(body.get("rewards"), "rewards", "<f8", 1).tolist())
     if lengths and min(lengths) < 0:
         raise DecodeError("lengths", "a negative length")
-    ends = list(accumulate(lengths))
-    total = ends[-1] if ends else 0
+    starts = list(accumulate(lengths, initial=0))
+    total = starts[-1]
     arrays: Sequence[tuple[str, Array]] = (("tokens", tokens), ("mask", mask), ("logprobs", logprobs))
     for name, array in arrays:
         if len(array) != total:
@@ -85,42 +88,68 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
     metas = body.get("rollouts")
     if not isinstance(metas, list) or len(metas) != len(lengths) or len(rewards) != len(lengths):
         raise DecodeError("rollouts", f"expected {len(lengths)} rollouts and rewards by lengths")
-    spans = _spans(body.get("spans"), lengths)
-    _check_covered(mask, spans, ends)
-    rollouts = []
-    for i, (meta, end) in enumerate(zip(metas, ends, strict=True)):
-        cut = slice(end - lengths[i], end)
-        finish_reason, engine_id, metadata = _meta(meta, i)
-        rollouts.append(
-            Rollout(
+    facts = [_facts(meta, i) for i, meta in enumerate(metas)]
+    table = _span_table(body.get("spans"), lengths, starts, mask)
+
+    def make() -> Iterator[Rollout]:
+        for i, (spans, (finish_reason, engine_id, metadata)) in enumerate(zip(_spans(table, len(lengths)), facts, strict=True)):
+            cut = slice(starts[i], starts[i + 1])
+            yield Rollout(
                 tokens=tokens[cut],
                 mask=mask[cut],
                 logprobs=logprobs[cut],
-                spans=tuple(spans[i]),
+                spans=tuple(spans),
                 reward=rewards[i],
                 finish_reason=finish_reason,
                 engine_id=engine_id,
                 metadata=metadata,
             )
-        )
-    return RolloutGroup(rollouts=tuple(rollouts), extras=_extras(body.get("extras", {})))
+
+    return RolloutGroup(rollouts=_Rollouts(len(lengths), make), extras=_extras(body.get("extras", {})))
+
+
+class _Rollouts(Sequence[Rollout]):
+    """A tuple of rollouts that is made when somebody first looks into it: half of decoding a group would be making its objects."""
+
+    def __init__(self, count: int, make: Callable[[], Iterable[Rollout]]) -> None:
+        self._count, self._make = count, make
+
+    @cached_property
+    def _made(self) -> tuple[Rollout, ...]:
+        return tuple(self._make())
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Rollout, ...]: ...
+    def __getitem__(self, index: int | slice) -> Rollout | tuple[Rollout, ...]:
+        return self._made[index]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return tuple, (self._made,)
 
 
 def _concatenate(arrays: list[Any], dtype: str) -> Any:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
 
 
-def _meta(meta: object, rollout: int) -> tuple[str, str, Mapping[str, JsonValue]]:
-    path = f"rollouts[{rollout}]"
+def _facts(meta: object, rollout: int) -> tuple[str, str, Mapping[str, JsonValue]]:
+    """Finish reason, engine id and metadata."""
     if not isinstance(meta, dict):
-        raise DecodeError(path, f"expected a map, got {type(meta).__name__}")
+        raise DecodeError(f"rollouts[{rollout}]", f"expected a map, got {type(meta).__name__}")
     finish_reason, engine_id, metadata = meta.get("finish_reason", "stop"), meta.get("engine_id", ""), meta.get("metadata", _NOTHING)
     if type(finish_reason) is not str:
-        _TEXT(finish_reason, f"{path}.finish_reason")
+        _TEXT(finish_reason, f"rollouts[{rollout}].finish_reason")
     if type(engine_id) is not str:
-        _TEXT(engine_id, f"{path}.engine_id")
+        _TEXT(engine_id, f"rollouts[{rollout}].engine_id")
     if metadata or type(metadata) is not dict:
-        _METADATA(metadata, f"{path}.metadata")
+        _METADATA(metadata, f"rollouts[{rollout}].metadata")
     return finish_reason, engine_id, metadata
 
 
@@ -130,32 +159,44 @@ def _extras(wire: object) -> dict[str, Array]:
     return {cast("str", _TEXT(name, "extras key")): unpack(array, f"extras.{name}") for name, array in wire.items()}
 
 
-def _spans(wire: object, lengths: list[int]) -> list[list[Span]]:
-    table = unpack_as(wire, "spans", "<i4", 2)
+def _span_table(wire: object, lengths: Sequence[int], starts: Sequence[int], mask: MaskArray) -> IntArray:
+    """[S, 5]; inside each rollout its spans are disjoint and ascending, and every token with mask 1 lies in one. One that may enter a loss must have a version,
+    or no guard could judge it (rule V2).
+    """
+    table = cast("IntArray", unpack_as(wire, "spans", "<i4", 2))
     if table.shape[1] != 5:
         raise DecodeError("spans", f"shape {list(table.shape)}, expected [spans, 5]")
-    spans: list[list[Span]] = [[] for _ in lengths]
     floors, count = [0] * len(lengths), len(lengths)
-    versions: dict[tuple[int, int], Version] = {}  # a group has few, and many spans
+    gaps: list[tuple[int, int]] = []
     for row, (rollout, incarnation, n, start, end) in enumerate(table.tolist()):
         if not 0 <= rollout < count or incarnation < 0 or n < 0:
             raise DecodeError(f"spans[{row}]", f"names rollout {rollout}, version {incarnation}:{n}")
-        if not floors[rollout] <= start < end <= lengths[rollout]:
-            raise DecodeError(f"spans[{row}]", f"[{start}, {end}) is not inside [{floors[rollout]}, {lengths[rollout]})")
+        floor = floors[rollout]
+        if not floor <= start < end <= lengths[rollout]:
+            raise DecodeError(f"spans[{row}]", f"[{start}, {end}) is not inside [{floor}, {lengths[rollout]})")
+        if start > floor:
+            gaps.append((starts[rollout] + floor, starts[rollout] + start))
         floors[rollout] = end
+    gaps += [(start + floor, start + length) for start, floor, length in zip(starts, floors, lengths, strict=False) if floor < length]
+    _check_covered(mask, sorted(gaps), starts)
+    return table
+
+
+def _check_covered(mask: MaskArray, gaps: Sequence[tuple[int, int]], starts: Sequence[int]) -> None:
+    """`gaps` are the tokens in no span, ascending."""
+    cuts = [bound for gap in gaps for bound in gap]
+    if cuts and cuts[-1] == len(mask):
+        cuts.pop()
+    if cuts and any(np.maximum.reduceat(mask, cuts)[::2].tolist()):
+        bare = np.concatenate([start + np.flatnonzero(mask[start:end]) for start, end in gaps])
+        rollout = bisect_right(starts, bare[0]) - 1
+        raise DecodeError(f"rollouts[{rollout}].spans", f"{len(bare)} tokens with mask 1 lie in no span, so nobody knows their version")
+
+
+def _spans(table: IntArray, rollouts: int) -> list[list[Span]]:
+    spans: list[list[Span]] = [[] for _ in range(rollouts)]
+    versions: dict[tuple[int, int], Version] = {}  # a group has few, and many spans
+    for rollout, incarnation, n, start, end in table.tolist():
         version = versions.get((incarnation, n)) or versions.setdefault((incarnation, n), Version(incarnation, n))
         spans[rollout].append(Span(version=version, start=start, end=end))
     return spans
-
-
-def _check_covered(mask: MaskArray, spans: Sequence[Sequence[Span]], ends: Sequence[int]) -> None:
-    """A token that may enter a loss must have a version, or no guard could judge it (rule V2)."""
-    covered, start = np.zeros(len(mask), dtype=np.uint8), 0
-    for rollout, end in zip(spans, ends, strict=True):
-        for span in rollout:
-            covered[start + span.start : start + span.end] = 1
-        start = end
-    bare = mask > covered
-    if bare.any():
-        first = int(np.searchsorted(ends, int(np.argmax(bare)), side="right"))
-        raise DecodeError(f"rollouts[{first}].spans", f"{int(np.count_nonzero(bare))} tokens with mask 1 lie in no span, so nobody knows their version")

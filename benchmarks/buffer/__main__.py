@@ -21,7 +21,7 @@ from benchmarks.buffer import scale
 from benchmarks.buffer.loads import LENGTHS, Load, load
 from benchmarks.buffer.meter import Cost, machine, measure, median
 from benchmarks.buffer.sides import Ceiling, CeilingBatched, InProcess, RedisStream, Rollstream, Side
-from benchmarks.buffer.table import heading, print_costs, print_facts, ratios
+from benchmarks.buffer.table import by_length, heading, print_costs, print_facts, ratios
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
 
@@ -70,6 +70,8 @@ def ray_sides():  # noqa: ANN201 - a list of sides, or none where Ray or Transfe
 async def run(options: argparse.Namespace) -> dict[str, object]:
     loads = {tokens: load(tokens, max(8, _GROUPS[tokens] // options.divide)) for tokens in LENGTHS}
     result: dict[str, object] = {"machine": machine()}
+    off: dict[int, dict[str, float]] = {}
+    everysec: dict[int, dict[str, float]] = {}
     heading(f"buffer: {result['machine']}, {options.rounds} rounds")
     with tempfile.TemporaryDirectory(prefix="rs-bench-") as folder:
         async with redis_server(Path(folder) / "aof") as logged, redis_server(Path(folder) / "memory") as memory:
@@ -80,11 +82,12 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
                 for tokens, one in loads.items():
                     costs = await compare([*on_redis(client), InProcess(), *peers], one, options.rounds)
                     print_costs(f"AOF off, 8 x {tokens} tokens, {one.payload_bytes} bytes a group", costs)
-                    result[str(tokens)] = ratios(costs)
+                    off[tokens] = ratios(costs)
             for tokens, one in loads.items():
                 costs = await compare(on_redis(durable), one, max(2, options.rounds // 2))
                 print_costs(f"AOF everysec, 8 x {tokens} tokens", costs)
-                result[f"{tokens}_everysec"] = ratios(costs)
+                everysec[tokens] = ratios(costs)
+            result |= {**by_length(off), "everysec": by_length(everysec)}
             await _scale(client, loads, options, result)
             await durable.aclose()
             await client.aclose()
@@ -95,8 +98,11 @@ async def _scale(client: Client, loads: dict[int, Load], options: argparse.Names
     chunk = await scale.lease_to_arrays(client, loads[2048], 64, chunk=64, rounds=options.rounds)
     step = await scale.lease_to_arrays(client, loads[2048], 512, chunk=64, rounds=max(2, options.rounds // 2))
     result["chunk64_vs_raw_get"], result["batch512_vs_raw_get"] = chunk.ratio, step.ratio
-    result["backlog"] = await scale.backlog_cost(client, many=100_000 // options.divide)
-    result["overhead_bytes_per_group"] = {str(tokens): await scale.overhead(client, one) for tokens, one in loads.items()}
+    result["backlog"] = backlog = await scale.backlog_cost(client, many=100_000 // options.divide)
+    result["backlog_cost_ratio"] = backlog["ratio"]
+    memory = {tokens: await scale.overhead(client, one) for tokens, one in loads.items()}
+    result["overhead_bytes_per_group"] = {tokens: one["group"] for tokens, one in memory.items()}
+    result["bare_set_bytes_per_group"] = {tokens: one["bare_set"] for tokens, one in memory.items()}
     result["growth"] = await scale.growth(client, 100_000 // options.divide)
     result["loop_lag"] = await scale.lag(client, load(14_563, 24))
     print_facts(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,3 +84,9 @@ def tiny(slot: Slot, size: int = 256, *, version: Version = _VERSION) -> tuple[G
     empty = RolloutGroup(rollouts=())
     header = header_of(slot, empty, payload)
     return dataclasses.replace(header, group_size=1, lengths=(32,), trainable={version: 16}, oldest=version, rewards=(1.0,)), payload
+
+
+def use(groups: Iterable[tuple[GroupHeader, RolloutGroup]]) -> None:
+    """What a reader does at the least: every rollout is looked at, which makes the ones that are made on first look."""
+    for _, group in groups:
+        list(group.rollouts)

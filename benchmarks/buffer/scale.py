@@ -8,7 +8,7 @@ import uuid
 from collections import defaultdict
 from dataclasses import dataclass
 
-from benchmarks.buffer.loads import Load, header_of, tiny
+from benchmarks.buffer.loads import Load, header_of, tiny, use
 from benchmarks.buffer.meter import loop_lag, script_us, spread
 from benchmarks.buffer.sides import new_run
 from buffer.client import TrainerBuffer
@@ -164,7 +164,7 @@ async def lease_to_arrays(client: Client, load: Load, groups: int, *, chunk: int
             buffer = TrainerBuffer(ledger, waker, incarnation)
             started = time.perf_counter()
             for index in range(groups // chunk):
-                await buffer.fetch(await buffer.lease(1, index))
+                use((await buffer.fetch(await buffer.lease(1, index)))[1])
             ours.append(time.perf_counter() - started)
         await client.flushdb()
     return Way(groups=groups, lease_to_arrays_s=statistics.median(ours), raw_get_s=statistics.median(raw))

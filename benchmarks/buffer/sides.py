@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Protocol
 
-from benchmarks.buffer.loads import Load, header_of
+from benchmarks.buffer.loads import Load, header_of, use
 from benchmarks.buffer.meter import ServerCpu, no_server, redis_cpu, spread
 from buffer.client import FETCH_BYTES, TrainerBuffer
 from buffer.config import BufferConfig
@@ -137,7 +137,7 @@ class Rollstream(_OnRedis):
         for index in range(-(-record.groups // record.chunk)):
             chunk = await buffer.lease(1, index)
             if self._objects:
-                await buffer.fetch(chunk)
+                use((await buffer.fetch(chunk))[1])
                 continue
             size = max(1, FETCH_BYTES // load.payload_bytes)
             batches = [chunk.headers[at : at + size] for at in range(0, len(chunk.headers), size)]
@@ -162,7 +162,7 @@ class RedisStream(_OnRedis):
     async def get(self, load: Load) -> None:
         async def one(i: int) -> None:
             ((_, ((entry, fields),)),) = await self._client.xreadgroup("trainers", f"c{i % 8}", {self._key: ">"}, count=1)
-            decode_group(fields[b"p"])
+            list(decode_group(fields[b"p"]).rollouts)
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.xack(self._key, "trainers", entry)
                 pipe.xdel(self._key, entry)

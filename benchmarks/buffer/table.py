@@ -43,13 +43,23 @@ def ratios(costs: Mapping[str, Mapping[str, Cost]]) -> dict[str, float]:
     return found
 
 
+def by_length(found: Mapping[int, Mapping[str, float]]) -> dict[str, dict[int, float]]:
+    """Each ratio over the lengths that have it.
+
+    >>> by_length({512: {"vs_a": 1.0, "vs_b": 2.0}, 2048: {"vs_a": 3.0}})
+    {'vs_a': {512: 1.0, 2048: 3.0}, 'vs_b': {512: 2.0}}
+    """
+    names = dict.fromkeys(name for one in found.values() for name in one)
+    return {name: {tokens: one[name] for tokens, one in found.items() if name in one} for name in names}
+
+
 def print_facts(result: Mapping[str, Any]) -> None:
     print(f"\nlease to arrays over bare GET: chunk of 64 {result['chunk64_vs_raw_get']:.2f}, step of 512 {result['batch512_vs_raw_get']:.2f}")
     backlog = result["backlog"]
     print("Redis microseconds by READY groups: " + ", ".join(f"{name} {value:.1f}" for name, value in backlog.items() if name != "ratio"))
     print(f"    most against least: {backlog['ratio']:.2f}")
-    for tokens, one in result["overhead_bytes_per_group"].items():
-        print(f"memory beyond the payload, 8 x {tokens}: {one['group']:.0f} bytes a group ({one['bare_set']:.0f} of them by a bare SET)")
+    for tokens, ours in result["overhead_bytes_per_group"].items():
+        print(f"memory beyond the payload, 8 x {tokens}: {ours:.0f} bytes a group ({result['bare_set_bytes_per_group'][tokens]:.0f} of them by a bare SET)")
     grown = result["growth"]
     print(f"{grown['groups']:.0f} groups through a small buffer: {grown['bytes_per_group']:+.2f} bytes of Redis memory a group")
     lag = result["loop_lag"]

@@ -1,3 +1,4 @@
+-- requires: groups journal lineage rewind
 -- Rule T1: a new incarnation, and the rewind, at once. ARGV: incarnation id, trainer id, the newest incarnation the caller has seen, what to abandon ('':
 -- nothing, or the groups of freed steps as JSON), then of the checkpoint: step, incarnation, digest, path; or nothing.
 local id, above, abandon = ARGV[3], tonumber(ARGV[5]), ARGV[6] ~= '' and cjson.decode(ARGV[6])

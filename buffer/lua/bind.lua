@@ -1,3 +1,4 @@
+-- requires: groups
 -- Rule S5. ARGV: seq, token, prompt id. The id that is bound.
 local seq, token, prompt = ARGV[3], ARGV[4], ARGV[5]
 local g = group(seq)

@@ -1,3 +1,4 @@
+-- requires: free
 -- Rule T5. ARGV: incarnation, step, incarnation of the checkpoint, digest, path, keep.
 local incarnation, step, from, count = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[8])
 if step > num('trained') or from ~= incarnation then

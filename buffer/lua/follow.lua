@@ -1,3 +1,4 @@
+-- requires: readers
 -- Rule T7. ARGV: reader, step, ms. The newest trained step.
 if call('HEXISTS', STATE, 'identity') == 0 then return {'RUN_MISSING'} end
 local step, dropped = tonumber(ARGV[4]), num('dropped')

@@ -1,3 +1,4 @@
+-- requires: fill journal slots
 -- Rule T3. ARGV: incarnation, step, chunk.
 local incarnation, step, chunk = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local trained, record = num('trained'), step_record(step)
@@ -30,4 +31,4 @@ elseif replay then
   keep_chunk(step, chunk, entry)
   audit_leased(step, chunk, entry, incarnation, true)
 end
-return chunk_reply(step, chunk, entry)
+return chunk_reply(record, chunk, entry)

@@ -1,3 +1,4 @@
+-- requires: journal lineage
 -- Rule T2. ARGV: incarnation, step. The step's record as JSON.
 local incarnation, step = tonumber(ARGV[3]), tonumber(ARGV[4])
 local trained = num('trained')

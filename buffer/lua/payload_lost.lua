@@ -1,3 +1,4 @@
+-- requires: fill groups journal letters release
 -- Rule P2. ARGV: incarnation, step, chunk, seq. A head step is refilled; a step that was trained before keeps a hole.
 local incarnation, step, chunk, seq = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local entry, record = chunk_of(step, chunk), step_record(step)
@@ -33,4 +34,4 @@ if #entry.seqs < entry.n then
   if not fill(entry, record, chunk) then return {'BLOCKED', 'no group'} end
   audit_leased(step, chunk, entry, incarnation, false)
 end
-return chunk_reply(step, chunk, entry)
+return chunk_reply(record, chunk, entry)

@@ -1,3 +1,4 @@
+-- requires: groups journal release retention rewind settle
 -- Rule R1, first: see `buffer/ledger_rebuild.py`. ARGV: incarnation, its id, incarnations (JSON: number -> [parent, fork step, id]), the newest step that is
 -- known by its groups alone, steps (JSON: [step, [groups], incarnation, digest] of those that the journal may hold), checkpoints (JSON). The step it goes on
 -- from. Last in ARGV: the sequence of the last call that was acknowledged to the caller (0: not known); a ledger that is not behind it has been told already, and

@@ -1,3 +1,4 @@
+-- requires: free groups release settle
 -- Rule R1, last: bytes over the budget come free, and the trainer's calls are let in again. ARGV: incarnation, its id, what it has seen (as first).
 local refused = replaced(tonumber(ARGV[3]), ARGV[4])
 if refused then return refused end

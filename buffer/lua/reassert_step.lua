@@ -1,3 +1,4 @@
+-- requires: journal retention rewind settle
 -- Rule R1, for each step: it is journalled and TRAINED. ARGV: incarnation, its id, step, digest, the incarnation that trained it, its checkpoint (JSON list),
 -- chunks (JSON: [chunk, revision, incarnation of the record, [[seq, attempt, token, bytes, tokens by version, extras in blobs], ...]]), then of each chunk in
 -- order its record and its headers.

@@ -1,3 +1,4 @@
+-- requires: groups release
 -- ARGV: seq, token, reason, why, lengths (JSON) or ''. Asked again after a lost reply, it changes nothing.
 local seq, token, reason = ARGV[3], ARGV[4], ARGV[5]
 local g = group(seq)

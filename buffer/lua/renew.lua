@@ -1,3 +1,4 @@
+-- requires: groups slots
 -- Rule S2. ARGV: seq, token, seq, token, ... Those that are lost.
 local clock, reply = tick(), {'OK'}
 local deadline = clock + num('slot_ms')

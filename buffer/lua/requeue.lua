@@ -1,3 +1,4 @@
+-- requires: groups letters
 -- Dead letters -> RELEASED, their failures forgotten. ARGV: seqs. Those that were letters.
 local reply, names = {'OK'}, {}
 for i = 3, #ARGV do

@@ -1,22 +1,24 @@
+-- requires: groups lineage slots
 -- Rules S1, S3, P3. ARGV: owner, request id, n, max bytes, the version that is served ('': ask the engines), n fresh slot tokens.
+local FORGET_LIMIT = 64
+
 local owner, request, n, max_bytes = ARGV[3], ARGV[3] .. '\n' .. ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 if get('run_state') ~= 'open' then return {'RUN_ENDED'} end
 local clock, now = tick()
-local slot_ms = num('slot_ms')
-for _, old in ipairs(call('ZRANGEBYSCORE', REQUEST_TIMES, '-inf', clock - slot_ms, 'LIMIT', 0, SWEEP_LIMIT)) do
+sweep(clock)
+local slot_ms, budget, used, head, trained, leased, limit, groups_per_step, on_policy, staleness =
+  nums('slot_ms', 'budget', 'bytes', 'incarnation', 'trained', 'leased', 'limit', 'groups_per_step', 'on_policy', 'max_staleness')
+for _, old in ipairs(call('ZRANGEBYSCORE', REQUEST_TIMES, '-inf', clock - slot_ms, 'LIMIT', 0, FORGET_LIMIT)) do
   call('HDEL', REQUESTS, old)
   call('ZREM', REQUEST_TIMES, old)
 end
-sweep(clock)
 local answered = call('HGET', REQUESTS, request)
 if answered then return {'OK', answered} end
 
-local budget, used = num('budget'), num('bytes')
 if max_bytes > budget then return {'BUDGET_TOO_SMALL', budget} end
-local head, trained = num('incarnation'), num('trained')
 if head == 0 then return {'BLOCKED', 'no trainer'} end
-local outstanding = call('ZCARD', DEADLINES) + call('ZCARD', READY) + num('leased')
-n = math.min(n, num('limit') - outstanding)
+local outstanding = call('ZCARD', DEADLINES) + call('ZCARD', READY) + leased
+n = math.min(n, limit - outstanding)
 if n < 1 then return {'BLOCKED', 'no slot'} end
 n = math.min(n, math.floor((budget - used) / max_bytes))
 if n < 1 then return {'BLOCKED', 'no budget'} end
@@ -33,11 +35,10 @@ for _, entry in ipairs(imported and {} or call('HVALS', ROUTABLE)) do
 end
 if engines == 0 then return {'BLOCKED', 'no engine'} end
 
-local groups_per_step, on_policy, staleness = num('groups_per_step'), get('on_policy') == '1', num('max_staleness')
-local slots, names = {}, {}
+local slots, names, rows, deadlines = {}, {}, {}, {}
 for i = 1, n do
   local needed = trained
-  if not on_policy then needed = math.max(0, trained + math.floor((outstanding + i - 1) / groups_per_step) - staleness) end
+  if on_policy == 0 then needed = math.max(0, trained + math.floor((outstanding + i - 1) / groups_per_step) - staleness) end
   if needed > best then break end
   local seq, g = call('ZPOPMIN', RETRY)[1], nil
   if seq then
@@ -48,12 +49,14 @@ for i = 1, n do
     g = {a = 0, f = 0}
   end
   g = {s = 'generating', a = g.a + 1, f = g.f, t = ARGV[7 + i], o = owner, p = g.p, m = max_bytes}
-  keep(seq, g)
-  call('ZADD', DEADLINES, clock + slot_ms, seq)
+  rows[2 * i - 1], rows[2 * i] = seq, cjson.encode(g)
+  deadlines[2 * i - 1], deadlines[2 * i] = clock + slot_ms, seq
   slots[i] = {seq, g.a, g.t, head .. ':' .. needed, g.p or cjson.null, max_bytes}
   names[i] = '[' .. seq .. ',' .. g.a .. ']'
 end
 if #slots == 0 then return {'BLOCKED', 'no version'} end
+many('HSET', GROUPS, rows)
+many('ZADD', DEADLINES, deadlines)
 add('bytes', #slots * max_bytes)
 local answer = cjson.encode(slots)
 call('HSET', REQUESTS, request, answer)

@@ -1,3 +1,4 @@
+-- requires: groups release
 -- READY -> DEAD(recorded). ARGV: incarnation, seq, token, seq, token, ... (and what the fence reads). The number that were READY.
 local count = 0
 for i = 4, #ARGV - 1, 2 do

@@ -1,3 +1,4 @@
+-- requires: free groups journal
 -- The step's payloads are in the spill. ARGV: incarnation, step. Steps are spilled in order; asked again, a no-op.
 local step, trained = tonumber(ARGV[4]), num('trained')
 local done = math.max(num('spilled'), num('dropped'))

@@ -1,3 +1,4 @@
+-- requires: readers retention slots
 -- A consistent picture.
 if call('HEXISTS', STATE, 'identity') == 0 then return {'RUN_MISSING'} end
 sweep((tick()))

@@ -1,3 +1,4 @@
+-- requires: free slots
 -- What takes place with nobody calling: slots expire, steps outlive the retention. ARGV: limit, '1' if the caller deletes blobs. Work for the caller, which
 -- `swept` takes off the lists: payloads to persist, payloads to delete, blobs to delete.
 sweep((tick()))

@@ -1,3 +1,4 @@
+-- requires: groups
 -- ARGV: names of payloads that stay now or are gone, '', names of payloads that were deleted, '', names of groups whose blobs were deleted.
 if call('HEXISTS', STATE, 'identity') == 0 then return {'RUN_MISSING'} end
 local lists, at = {TO_PERSIST, DOOMED, DOOMED_BLOBS}, 1

@@ -1,3 +1,4 @@
+-- requires: free groups journal retention rewind
 -- Rule T4, and V1: an equal digest is the same version. ARGV: incarnation, step, digest, stats (JSON).
 local incarnation, step, digest = tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local trained = num('trained')

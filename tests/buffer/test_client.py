@@ -214,6 +214,36 @@ async def test_a_payload_lost_from_a_whole_step_of_another_trainer_is_replaced_u
     await on_redis.ledger.trained(second, 1, "w1", {})
 
 
+async def test_a_slow_batch_holds_up_no_other_and_two_are_read_at_once(on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("buffer.client.FETCH_BYTES", 1)
+    incarnation = await on_redis.start(settings(chunk_groups=4))
+    producer, trainer = ProducerBuffer(on_redis.ledger, waker, "p1"), TrainerBuffer(on_redis.ledger, waker, incarnation)
+    for slot in await producer.reserve(4, BIG):
+        header, payload, _ = group_for(slot)
+        await producer.put(header, payload)
+    await on_redis.ledger.open_step(incarnation, 1)
+    chunk = await trainer.lease(1, 0)
+    read, under_way, most, last_asked = on_redis.ledger.payloads, 0, 0, asyncio.Event()
+
+    async def payloads(headers: list[GroupHeader]) -> tuple[bytes, ...]:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        if headers[0].seq == 0:
+            await last_asked.wait()
+        elif headers[0].seq == 3:
+            last_asked.set()
+        found = await read(headers)
+        under_way -= 1
+        return found
+
+    monkeypatch.setattr(on_redis.ledger, "payloads", payloads)
+    async with asyncio.timeout(10):
+        _, groups = await trainer.fetch(chunk)
+    assert [header.seq for header, _ in groups] == [0, 1, 2, 3]
+    assert most == 2
+
+
 async def test_a_read_that_fails_ends_the_one_beside_it(on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("buffer.client.FETCH_BYTES", 1)
     incarnation = await on_redis.start()

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import random
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgpack
@@ -80,6 +83,48 @@ def test_decoding_copies_no_array() -> None:
     assert first.tokens.base is not None
     assert not first.tokens.flags.writeable
     assert second.tokens.ctypes.data == first.tokens.ctypes.data + first.tokens.nbytes
+
+
+def test_rollouts_of_a_decoded_group_read_like_a_tuple_and_are_made_once() -> None:
+    rollouts = decode_group(encode_group(GROUP)).rollouts
+    assert len(rollouts) == 2
+    first, second = rollouts
+    assert (rollouts[0], rollouts[-1]) == (first, second)
+    assert rollouts[:] == (first, second)
+    assert list(reversed(rollouts)) == [second, first]
+    assert second in rollouts
+    with pytest.raises(IndexError):
+        rollouts[2]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda group: pickle.loads(pickle.dumps(group))])
+def test_a_decoded_group_can_be_copied_and_pickled(copied: Callable[[RolloutGroup], RolloutGroup]) -> None:
+    assert same_group(copied(decode_group(encode_group(GROUP))), GROUP)
+
+
+def test_a_decoded_group_is_written_as_the_bytes_it_was_read_from() -> None:
+    payload = encode_group(GROUP)
+    assert encode_group(dataclasses.replace(decode_group(payload))) == payload
+
+
+def test_spans_may_stand_in_any_order_of_the_rollouts() -> None:
+    mixed = spans((1, 1, 7, 3, 4), (0, 1, 7, 3, 6), (1, 2, 8, 4, 5))
+    assert same_group(decode_group(changed(spans=mixed)), GROUP)
+
+
+@pytest.mark.parametrize(
+    ("rows", "place"),
+    [
+        ((), r"rollouts\[0\].spans: 5 tokens"),
+        (((0, 1, 7, 4, 6), (1, 1, 7, 3, 5)), r"rollouts\[0\].spans: 1 tokens"),
+        (((1, 1, 7, 4, 5), (0, 1, 7, 3, 6)), r"rollouts\[1\].spans: 1 tokens"),
+        (((1, 1, 7, 3, 4), (0, 1, 7, 3, 4), (0, 1, 7, 5, 6)), r"rollouts\[0\].spans: 2 tokens"),
+        (((0, 1, 7, 0, 6),), r"rollouts\[1\].spans: 2 tokens"),
+    ],
+)
+def test_a_token_with_mask_1_outside_all_spans_is_refused_wherever_it_lies(rows: tuple[tuple[int, int, int, int, int], ...], place: str) -> None:
+    with pytest.raises(DecodeError, match=place):
+        decode_group(changed(spans=spans(*rows)))
 
 
 @pytest.mark.parametrize("name", ["rollout_group", "rollout_group_zstd"])

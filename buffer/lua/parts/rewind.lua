@@ -1,3 +1,4 @@
+-- requires: groups journal release
 -- For scripts that take steps back (rules T1, T5, T6, R1).
 
 -- TRAINED -> LEASED, in the same chunk.

@@ -1,3 +1,4 @@
+-- requires: groups letters ready
 -- For the scripts of reassert (rule R1): groups become TRAINED, whatever they were.
 
 -- A group out of whatever counts it.
@@ -6,7 +7,7 @@ local function detach(seq, g)
     call('ZREM', DEADLINES, seq)
   elseif g.s == 'ready' then
     call('ZREM', READY, seq)
-    count_versions(g, -1)
+    count_versions(g.v, -1)
   elseif g.s == 'leased' then
     add('leased', -1)
   elseif g.s == 'released' then
