@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill test check soak bench-buffer coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
+.PHONY: help install demo drill test check soak bench-buffer bench-weights coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ $(BENCH)/installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 
 bench-buffer: $(BENCH)/installed  ## the buffer against the ceiling of its server and against other queues
 	$(BENCH)/bin/python -m benchmarks.buffer
+
+bench-weights: $(VENV)/installed-all  ## engines updated by themselves against all of them stopped: store, gloo, delta
+	$(BIN)/python -m benchmarks.weights
 
 soak: $(VENV)/installed-dev  ## 20,000 simulated runs, then 300 runs of real processes under kill -9: an hour or two
 	$(BIN)/python -m benchmarks.simulator --seeds 20000 --jobs 2

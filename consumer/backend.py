@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from consumer.batch import ChunkBatch
 from consumer.config import TrainerConfig
 from protocol.dotted import load_dotted
 from protocol.errors import ConfigError
-from weightsync.snapshot import TensorBytes
+from weightsync.snapshot import HeldWeights, TensorBytes, digest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,35 @@ class Backend(Protocol):
         """Forget what was accumulated."""
 
     def snapshot(self) -> Mapping[str, TensorBytes]:
-        """A consistent copy of the weights by Hugging Face name, tied weights once."""
+        """A consistent copy of the weights by Hugging Face name, tied weights once. `HeldWeights` where it is not in plain memory yet, or in memory that is
+        used again: training waits for nothing but this.
+        """
 
     def capture(self) -> TrainingState:
         """A copy of everything. Only between steps."""
 
     def restore(self, state: TrainingState) -> None:
         """Continue from `state`. Raises: `RollstreamError` if it belongs to another model."""
+
+
+@runtime_checkable
+class KnowsDigest(Protocol):
+    """What a backend may have besides: for steps whose weights are not published, nothing is copied."""
+
+    def digest(self) -> str:
+        """`digest_of(snapshot())` of the weights as they are."""
+
+
+def digest_now(backend: Backend) -> str:
+    """What the weights are known by, as they are."""
+    if isinstance(backend, KnowsDigest):
+        return backend.digest()
+    copied = backend.snapshot()
+    try:
+        return digest_of(copied)
+    finally:
+        if isinstance(copied, HeldWeights):
+            copied.release()
 
 
 class BackendFactory(Protocol):

@@ -42,7 +42,9 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(8192, ge=1, description="Tokens, padding included, of one forward and backward. Lower it when memory runs out.")
     torch_threads: int = Field(1, ge=1, description="Threads of one CPU operation. Replays are bitwise equal only at the same number.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the arithmetic; weights and optimizer stay float32.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")
+    device: str = Field(
+        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N, where two more copies of the weights must fit, for publishing."
+    )
 
     @model_validator(mode="after")
     def _backend_is_here(self) -> TrainerConfig:

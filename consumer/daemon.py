@@ -30,7 +30,7 @@ from consumer.config import PUBLISH_S, TrainerDaemonConfig
 from consumer.journal import JournalTail
 from consumer.keeper import Keeper
 from consumer.loop import Parts, TrainingLoop
-from consumer.mending import Mender, beyond, checkpoints_on_line, freed_groups, history_on_disk, newest_incarnation
+from consumer.mending import Mender, beyond, checkpoints_on_line, freed_groups, history_on_disk, newest_incarnation, swept
 from consumer.stats import MetricsFile
 from consumer.worker import Worker
 from protocol.connection import Client
@@ -43,10 +43,10 @@ from protocol.messages import Seq, TrainerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Wakeups, wakeups
 from weightsync.channel import Channel
-from weightsync.config import WeightsConfig, store_folder
+from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher
 from weightsync.registry import Registry
-from weightsync.store import DirectoryStore
+from weightsync.store import open_store
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -123,8 +123,8 @@ async def run_trainer(
             _LOG.info("attached as incarnation %d after step %d", attachment.incarnation, attachment.resume_step)
             kept = () if start.checkpoint is None else (await ledger.status()).checkpoints
             await asyncio.to_thread(sweep, config.checkpoint_folder, kept, incarnation=attachment.incarnation)
-            store = DirectoryStore(store_folder(config.weights, config.run), config.model.path)
-            async with Publisher(Channel(client, keys), store, keep=config.weights.keep) as publisher:
+            store = open_store(config.weights, config.run, config.model.path)
+            async with Publisher(Channel(client, keys), store, config=config.weights) as publisher:
                 here = _Here(
                     ledger=ledger,
                     waker=waker,
@@ -158,7 +158,7 @@ async def _start_from(config: TrainerDaemonConfig, ledger: Ledger, worker: Worke
         known = (*known, *await asyncio.to_thread(checkpoints_on_line, folder, status.lineage))
     reference = _chosen(known, back)
     given_up = None if back is None or not back.abandon else await asyncio.to_thread(freed_groups, witness, status, back.step)
-    store = DirectoryStore(store_folder(config.weights, config.run), config.model.path)
+    store = open_store(config.weights, config.run, config.model.path)
     above = await asyncio.to_thread(newest_incarnation, folder, witness, store)
     if reference is None:
         return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None, abandon=given_up, above=above)
@@ -182,13 +182,14 @@ async def _mended(ledger: Ledger, folder: Path, witness: Path) -> LedgerStatus:
     """The ledger's state, once it knows of every checkpoint that is on disk (rule R1): the checkpoint is the truth."""
     on_disk = await asyncio.to_thread(checkpoints_on_disk, folder)  # first: what another trainer saves after our look at the ledger proves nothing
     status = await ledger.status()
-    newer = beyond(status, on_disk)
+    newer = beyond(status, on_disk, await asyncio.to_thread(swept, status, on_disk))
     if newer is None:
         return status
     found = await asyncio.to_thread(read_checkpoint, newer, folder=folder)
     _LOG.warning(
-        "the ledger is at step %d of incarnation %d, and %s is of step %d of incarnation %d: Redis lost writes it had acknowledged; re-asserting them",
-        *(status.trained, status.incarnation, newer.path, newer.step, newer.incarnation),
+        "the ledger is at step %d of incarnation %d with checkpoints %s, and %s is of step %d of incarnation %d: "
+        "Redis lost writes it had acknowledged; re-asserting them",
+        *(status.trained, status.incarnation, ", ".join(str(one.step) for one in status.checkpoints) or "none", newer.path, newer.step, newer.incarnation),
     )
     history = await asyncio.to_thread(history_on_disk, newer, found, folder, witness)
     failpoint(Failpoint.TRAINER_BEFORE_REASSERT)

@@ -24,7 +24,7 @@ from buffer.client import TrainerBuffer
 from buffer.contract import Attachment, ChunkRecord, Ledger
 from buffer.witness import Witness, WitnessLine
 from consumer.advantages import ADVANTAGES
-from consumer.backend import Backend, StepReport
+from consumer.backend import Backend, StepReport, digest_now
 from consumer.batch import ChunkBatch, collate
 from consumer.checkpoint import Progress
 from consumer.config import StopConfig, TrainerConfig
@@ -38,7 +38,7 @@ from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Edge, GroupHeader, JsonValue, RolloutGroup, TrainerStatus
 from protocol.versions import Version
 from weightsync.publisher import Publisher
-from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
+from weightsync.snapshot import HeldWeights, Snapshot, TensorBytes, digest_of, weights_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,23 @@ class _Gathered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Weights:
+    """The weights as they are."""
+
+    digest: str
+    tensors: Mapping[str, TensorBytes] | None
+    """None: they are not to be published."""
+    snapshot_s: float
+    """Copying took so long, and training waited for it."""
+    digest_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Stepped:
-    """The weights after an optimizer step."""
+    """An optimizer step."""
 
     report: StepReport
-    tensors: Mapping[str, TensorBytes]
-    digest: str
+    weights: _Weights
 
 
 class TrainingLoop:
@@ -118,7 +129,7 @@ class TrainingLoop:
         """Publish the weights as they are and return their version once engines can see it."""
         version = Version(self._incarnation, self.progress.step)
         if self._published != version.n:
-            self._submit(await self._parts.worker.call(self._snapshot))
+            self._submit(await self._parts.worker.call(self._look, publish=True))
         await self._parts.publisher.drain(deadline_s)
         return version
 
@@ -157,10 +168,18 @@ class TrainingLoop:
             return False
         after = await parts.worker.call(self._finish, step, gathered.batches)
         parts.mender.stepped(step, gathered.chunks)
-        stats = step_stats(gathered.batches, after.report, seconds=time.monotonic() - started_s, wait_s=gathered.wait_s, train_s=parts.worker.busy_s - busy_s)
-        reply = await parts.mender.trained(self._incarnation, step, after.digest, stats, since=gathered.since)
+        stats = step_stats(
+            gathered.batches,
+            after.report,
+            seconds=time.monotonic() - started_s,
+            wait_s=gathered.wait_s,
+            train_s=parts.worker.busy_s - busy_s,
+            snapshot_s=after.weights.snapshot_s,
+            digest_s=after.weights.digest_s,
+        )
+        reply = await parts.mender.trained(self._incarnation, step, after.weights.digest, stats, since=gathered.since)
         failpoint(Failpoint.TRAINER_TRAINED)
-        await self._edge(background, step, after, stats, wanted=reply.checkpoint_wanted)
+        await self._edge(background, step, after.weights, stats, wanted=reply.checkpoint_wanted)
         return True
 
     async def _gather(self, step: int, stopped: asyncio.Task[bool]) -> _Gathered | None:
@@ -221,29 +240,43 @@ class TrainingLoop:
         failpoint(Failpoint.TRAINER_CHUNK_FETCHED)
         return _Taken(chunk=chunk, groups=groups)
 
-    async def _edge(self, background: asyncio.TaskGroup, step: int, after: _Stepped, stats: dict[str, JsonValue], *, wanted: bool) -> None:
+    async def _edge(self, background: asyncio.TaskGroup, step: int, weights: _Weights, stats: dict[str, JsonValue], *, wanted: bool) -> None:
         """Between two steps: count, publish, checkpoint, tell."""
         rewards = (*self.progress.rewards, cast("float", stats["reward"]))[-REWARD_WINDOW:]
         elapsed_s = self._elapsed_before_s + time.monotonic() - self._started_s
         tokens = self.progress.tokens + cast("int", stats["tokens"])
         self.progress = Progress(step=step, tokens=tokens, elapsed_s=elapsed_s, rewards=rewards)
         self._show(step=step + 1)
-        if step % self._publish_every == 0:
-            self._submit(after)
+        if weights.tensors is not None:
+            self._submit(weights)
         if wanted:  # a checkpoint in flight is of an earlier step and may free nothing; asked for only here, the wish must not be lost
             await self._parts.keeper.settle()
         if self._parts.keeper.due(step, wanted=wanted):
             await self._checkpoint(background)
-        version = Version(self._incarnation, step)
-        self._parts.metrics.append({"step": step, "version": str(version), "at": time.time(), "elapsed_s": elapsed_s, "tokens_total": tokens, **stats})
-
-    def _submit(self, after: _Stepped) -> None:
-        self._published = self.progress.step
-        self._parts.publisher.submit(
-            Snapshot(version=Version(self._incarnation, self.progress.step), tensors=after.tensors, digest=after.digest),
-            self._incarnation,
-            acknowledged=True,
+        self._parts.metrics.append(
+            {
+                "step": step,
+                "version": str(Version(self._incarnation, step)),
+                "at": time.time(),
+                "elapsed_s": elapsed_s,
+                "tokens_total": tokens,
+                **stats,
+                **self._publishing(),
+            }
         )
+
+    def _publishing(self) -> dict[str, JsonValue]:
+        """The newest version that engines can see, and what publishing it took."""
+        published = self._parts.publisher.published
+        return {} if published is None else {"published": str(published.version), "publish_s": self._parts.publisher.publish_s}
+
+    def _submit(self, weights: _Weights) -> None:
+        tensors = weights.tensors
+        assert tensors is not None
+        self._published = self.progress.step
+        known = "" if isinstance(tensors, HeldWeights) and not tensors.plain else weights.digest
+        snapshot = Snapshot(version=Version(self._incarnation, self.progress.step), tensors=tensors, digest=known)
+        self._parts.publisher.submit(snapshot, self._incarnation, acknowledged=True)
 
     async def _checkpoint(self, group: asyncio.TaskGroup) -> None:
         state = await self._parts.worker.call(self._parts.backend.capture)
@@ -277,7 +310,7 @@ class TrainingLoop:
         failpoint(Failpoint.TRAINER_BEFORE_OPTIMIZER)
         report = self._parts.backend.finish_step(step, tokens)
         failpoint(Failpoint.TRAINER_STEPPED)
-        after = self._snapshot(report)
+        weights = self._look(publish=step % self._publish_every == 0)
         line = WitnessLine(
             incarnation=self._incarnation,
             parent=self._fork.parent,
@@ -287,14 +320,20 @@ class TrainingLoop:
             tokens=tokens,
             masked=sum(batch.masked for batch in batches),
             max_staleness=max((age for batch in batches for age in batch.staleness), default=0),
-            digest=after.digest,
+            digest=weights.digest,
             at=time.time(),
         )
         self._parts.witness.append(line)
         failpoint(Failpoint.TRAINER_WITNESSED)
-        return after
+        return _Stepped(report=report, weights=weights)
 
-    def _snapshot(self, report: StepReport | None = None) -> _Stepped:
+    def _look(self, *, publish: bool) -> _Weights:
+        """What the weights are known by, with a copy of them if they are to be published."""
+        begun = time.monotonic()
+        if not publish:
+            digest = digest_now(self._parts.backend)
+            return _Weights(digest=digest, tensors=None, snapshot_s=0.0, digest_s=time.monotonic() - begun)
         tensors = self._parts.backend.snapshot()
-        nothing = StepReport(loss=0.0, grad_norm=0.0, lr=0.0, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
-        return _Stepped(report=report or nothing, tensors=tensors, digest=weights_digest(tensors))
+        copied = time.monotonic()
+        digest = digest_of(tensors)
+        return _Weights(digest=digest, tensors=tensors, snapshot_s=copied - begun, digest_s=time.monotonic() - copied)

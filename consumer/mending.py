@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from protocol.errors import LedgerRegressed
 from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import JsonValue, Seq
 from protocol.versions import Fork, Lineage, Version
-from weightsync.store import DirectoryStore
+from weightsync.store import VersionStore
 
 _LOG = logging.getLogger(__name__)
 _TRIES = 5
@@ -150,18 +150,26 @@ def line_of(lines: Iterable[WitnessLine], lineage: Lineage, newest: int) -> dict
     return found
 
 
-def beyond(status: LedgerStatus, on_disk: Iterable[CheckpointRef]) -> CheckpointRef | None:
+def swept(status: LedgerStatus, on_disk: Collection[CheckpointRef]) -> tuple[CheckpointRef, ...]:
+    """Registered checkpoints whose files are gone, neither among those `on_disk` nor where they were registered. Blocks."""
+    there = {(one.step, one.incarnation) for one in on_disk}
+    return tuple(one for one in status.checkpoints if (one.step, one.incarnation) not in there and not Path(one.path).is_dir())
+
+
+def beyond(status: LedgerStatus, on_disk: Iterable[CheckpointRef], gone: Collection[CheckpointRef] = ()) -> CheckpointRef | None:
     """A checkpoint on disk that proves that the ledger forgot: it is of a later incarnation than any it knows, or of a step of its line not trained there.
     The second is also what is left where a trainer died while it re-asserted: the ledger knows who it was, and not yet all that it did.
+    `gone` (see `swept`) prove it too: files of a registered checkpoint are deleted once later ones are registered, so later ones on its line were.
 
     `trained` is acknowledged before a checkpoint's files are written, so without a loss there is none, provided that the disk was read before the ledger: what
     a replaced trainer leaves is of an older incarnation.
     """
     line = status.lineage
+    known = max((one.step for one in status.checkpoints), default=0) if gone else status.trained
 
     def forgotten(one: CheckpointRef) -> bool:
         on_line = one.incarnation in line.limits() and line.contains(Version(one.incarnation, one.step))
-        return one.incarnation > status.incarnation or (on_line and one.step > status.trained)
+        return one.incarnation > status.incarnation or (on_line and one.step > known)
 
     later = filter(forgotten, on_disk)
     return max(later, key=lambda one: (one.incarnation, one.step), default=None)
@@ -191,7 +199,7 @@ def freed_groups(witness: Path, status: LedgerStatus, step: int) -> tuple[Seq, .
     return tuple(Seq(seq) for one in sorted(line) if one > step for seq in line[one].seqs)
 
 
-def newest_incarnation(folder: Path, witness: Path, store: DirectoryStore) -> int:
+def newest_incarnation(folder: Path, witness: Path, store: VersionStore) -> int:
     """That left anything on disk. An incarnation publishes before all else, so engines know of none that is newer: a number that comes twice would name two
     weights by one version.
     """

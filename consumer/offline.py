@@ -23,7 +23,7 @@ from buffer.contract import ChunkRecord
 from buffer.recording import RecordedStep
 from buffer.replay import decoded
 from consumer.advantages import ADVANTAGES
-from consumer.backend import Backend, StepReport
+from consumer.backend import Backend, StepReport, digest_now
 from consumer.batch import ChunkBatch, collate
 from consumer.checkpoint import Checkpoint, Progress
 from consumer.config import StopConfig, TrainerConfig
@@ -36,7 +36,6 @@ from protocol.errors import ReplayGap
 from protocol.fields import to_wire
 from protocol.frames import write_frame
 from protocol.messages import Edge, JsonValue
-from weightsync.snapshot import weights_digest
 
 _LOG = logging.getLogger(__name__)
 
@@ -224,7 +223,7 @@ class OfflineTraining:
             backend.accumulate(batch)
             batches.append(batch)
         report = backend.finish_step(step.step, sum(batch.tokens for batch in batches))
-        return batches, report, weights_digest(backend.snapshot())
+        return batches, report, digest_now(backend)
 
 
 def _made_of(step: RecordedStep) -> str:

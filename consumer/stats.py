@@ -17,8 +17,12 @@ REWARD_WINDOW = 20
 """Reward figures are means over so many steps."""
 
 
-def step_stats(batches: Sequence[ChunkBatch], report: StepReport, *, seconds: float, wait_s: float, train_s: float) -> dict[str, JsonValue]:
-    """One optimizer step. `seconds` from opening the step to its end, `wait_s` of them without work for the model, `train_s` of them in the model."""
+def step_stats(
+    batches: Sequence[ChunkBatch], report: StepReport, *, seconds: float, wait_s: float, train_s: float, snapshot_s: float = 0.0, digest_s: float = 0.0
+) -> dict[str, JsonValue]:
+    """One optimizer step. `seconds` from opening the step to its end, `wait_s` of them without work for the model, `train_s` of them in the model: `snapshot_s`
+    of these copied the weights for publishing, `digest_s` told what they are known by.
+    """
     rewards = [reward for batch in batches for reward in batch.rewards]
     staleness: Counter[int] = Counter()
     group_staleness: Counter[int] = Counter()
@@ -51,6 +55,8 @@ def step_stats(batches: Sequence[ChunkBatch], report: StepReport, *, seconds: fl
         "seconds": seconds,
         "wait_s": wait_s,
         "train_s": train_s,
+        "snapshot_s": snapshot_s,
+        "digest_s": digest_s,
     }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,17 @@ from torch import Tensor
 from consumer.backend import StepReport, TrainingState
 from consumer.batch import SHARED_ROW_LIMIT, ChunkBatch, MicroBatch, Siblings, micro_batches
 from consumer.config import TrainerConfig
+from consumer.gather import whole
 from consumer.losses import TokenLoss, ppo_clip, trust_region
+from consumer.row_digest import row_digest
+from consumer.snapshot_buffers import SnapshotBuffers
+from consumer.tensor_bytes import copy_in, copy_out, view_bytes
 from protocol.errors import ConfigError, RollstreamError
 from weightsync.safetensors_file import open_tensors
-from weightsync.snapshot import TensorBytes
+from weightsync.snapshot import HeldWeights, weights_digest
 
 _LOG = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
-_TORCH = {name: dtype for dtype, name in _DTYPES.items()}
 _PROBE_TOLERANCE = 1e-4
 
 
@@ -49,6 +51,8 @@ class TorchBackend:
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._kept: dict[str, Tensor] = self._parameters | {name: b for name, b in self._model.named_buffers() if name in self._model.state_dict()}
         _check_names(model_path, set(self._kept))
+        self._buffers: SnapshotBuffers | None = None
+        """Made for the first version: who trains without publishing needs none."""
         parts: list[dict[str, Any]] = [
             {"params": [p for p in self._parameters.values() if p.ndim >= 2]},
             {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},  # norms and biases do not decay
@@ -89,6 +93,8 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the step is over here, not where the weights are first needed
         loss, clipped, deviation, entropy = (self._sums / tokens).tolist()
         self.abandon_step()
         return StepReport(loss=loss, grad_norm=norm, lr=rate, entropy=entropy, clip_fraction=clipped, ratio_dev=deviation)
@@ -122,20 +128,27 @@ class TorchBackend:
 
     # -- state -------------------------------------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> Mapping[str, TensorBytes]:
-        return {name: _copy_out(tensor) for name, tensor in self._kept.items()}
+    def snapshot(self) -> HeldWeights:
+        if self._buffers is None:
+            self._buffers = SnapshotBuffers(self._kept, self._device)
+        return self._buffers.take(self._kept)
+
+    def digest(self) -> str:
+        if self._device.type == "cuda":
+            return row_digest(whole(self._kept))
+        return weights_digest({name: view_bytes(tensor) for part in whole(self._kept) for name, tensor in part.items()})
 
     def capture(self) -> TrainingState:
         rng = {"torch": bytes(torch.get_rng_state().numpy())}
         if self._device.type == "cuda":
             rng["cuda"] = bytes(torch.cuda.get_rng_state(self._device).numpy())
         moments = {
-            f"{moment}.{name}": _copy_out(self._optimizer.state[parameter][moment])
+            f"{moment}.{name}": copy_out(self._optimizer.state[parameter][moment])
             for name, parameter in self._parameters.items()
             if parameter in self._optimizer.state
             for moment in _MOMENTS
         }
-        return TrainingState(weights=self.snapshot(), optimizer=moments, rng=rng)
+        return TrainingState(weights={name: copy_out(tensor) for name, tensor in self._kept.items()}, optimizer=moments, rng=rng)
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
@@ -146,11 +159,11 @@ class TorchBackend:
         for name, tensor in self._kept.items():
             if tuple(tensor.shape) != state.weights[name].shape:
                 raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {state.weights[name].shape}, expected {tuple(tensor.shape)}")
-            tensor.copy_(_copy_in(state.weights[name]))
+            tensor.copy_(copy_in(state.weights[name]))
         self._optimizer.state.clear()
         for name, parameter in self._parameters.items():
             if f"step.{name}" in state.optimizer:
-                moments = {moment: _copy_in(state.optimizer[f"{moment}.{name}"]).to(self._device) for moment in _MOMENTS}
+                moments = {moment: copy_in(state.optimizer[f"{moment}.{name}"]).to(self._device) for moment in _MOMENTS}
                 self._optimizer.state[parameter] = moments
         torch.set_rng_state(torch.frombuffer(bytearray(state.rng["torch"]), dtype=torch.uint8))
         if self._device.type == "cuda" and "cuda" in state.rng:
@@ -215,16 +228,3 @@ def _check_names(folder: Path, names: set[str]) -> None:
             found |= set(tensors)
     if odd := sorted(names - found):
         raise ConfigError(f"model.path {folder}: its files have no tensor {odd[0]}, which transformers trains; save the model with this transformers version")
-
-
-def _copy_out(tensor: Tensor) -> TensorBytes:
-    copied = tensor.detach().to("cpu", copy=True).contiguous()
-    data: NDArray[np.uint8] = copied.reshape(-1).view(torch.uint8).numpy()
-    return TensorBytes(dtype=_DTYPES[copied.dtype], shape=tuple(copied.shape), data=data.data)
-
-
-def _copy_in(tensor: TensorBytes) -> Tensor:
-    dtype = _TORCH[tensor.dtype]
-    if not tensor.nbytes:
-        return torch.empty(tensor.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)

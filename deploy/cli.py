@@ -11,9 +11,10 @@ from pathlib import Path
 from deploy.letters_arguments import add_commands as add_letter_commands
 from deploy.replay_arguments import add_commands as add_replay_commands
 from deploy.runs_arguments import add_commands as add_run_commands
-from protocol.errors import EXIT_FAULT, RollstreamError
+from protocol.errors import EXIT_FAULT, ConfigError, RollstreamError
 
 Handler = Callable[[argparse.Namespace], int]
+_BENCHES = ("buffer", "weights")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +49,7 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     )
     engine = _with_file(commands, "engine", _engine, "one engine host: an engine with its reconciler")
     engine.add_argument("--index", type=_index, default=0, metavar="I", help="which of the run's engines this is: 0, 1, …")
+    _add_carriers(commands)
     serve = _with_file(commands, "serve", _serve, "the HTTP service")
     serve.description = (
         "Answer /metrics (Prometheus), /v1/... (JSON), /healthz and /readyz about a run from its Redis, at http.host and http.port (8765), and print where. It "
@@ -65,7 +67,14 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     ):
         look = _with_file(commands, name, _look, text)
         look.add_argument("--json", action="store_true", help="for programs")
-        look.set_defaults(what=name)
+        look.set_defaults(what=name, action=None)
+        if name == "weights":
+            look.add_argument("action", nargs="?", choices=("check",), help="check: ask every engine for its checksums, and compare")
+            look.description = (
+                "The weight channel: which version is newest, who carries it, what each engine serves and by which way. With check, every engine is asked for "
+                "checksums of what it holds, one engine at a time, which takes each of them seconds; engines of one version must agree, and an embedded one "
+                "with what was published. Exit codes of check: 0 all do, 1 one does not or cannot be asked."
+            )
     summary = _with_file(commands, "summary", _summary, "write summary.json of a run that was started by hand, and print it")
     summary.add_argument("--json", action="store_true", help="for programs")
     bias = _with_file(commands, "bias", _bias, "what became of every sampled token, by length and age")
@@ -73,6 +82,10 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     add_replay_commands(partial(_with_file, commands))
     add_run_commands(commands)
     add_letter_commands(commands, _with_file)
+    bench = commands.add_parser("bench", help="measure, from a checkout", description="A benchmark of the checkout this is run in; see benchmarks/README.md.")
+    bench.add_argument("what", choices=_BENCHES, help="which")
+    bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; try --help")
+    bench.set_defaults(handler=_bench)
     config = commands.add_parser("config", help="check or show a configuration", description="The configuration of a run.")
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
     _with_file(actions, "check", _config_check, "validate every section and the files they name")
@@ -87,6 +100,23 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
         demo.description = DESCRIPTION
     demo.set_defaults(handler=_demo)
     return parser
+
+
+def _add_carriers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Who brings versions to engines, where these do not load them from the store themselves."""
+    relay = _with_file(commands, "relay", _relay, "whole versions in this machine's memory, for all of its engines")
+    relay.description = (
+        "Follow the run's newest weights and keep them whole in a folder of this machine, made from what changed (weights.transport = delta) or fetched from a "
+        "store behind a URL; one on each machine with engines. Without one, or when it dies, an engine host does the same for itself."
+    )
+    server = _with_file(commands, "weight-server", _weight_server, "send versions to engines by collective or by handle")
+    server.add_argument("--device", default="", metavar="DEVICE", help="torch's spelling: cpu, cuda:0, …; default: cpu for gloo, else cuda:0")
+    server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on, which engines are told (default: 127.0.0.1)")
+    server.add_argument("--port", type=int, default=0, metavar="PORT", help="port to listen on; 0, the default: a free one")
+    server.description = (
+        "Stage the run's newest weights on a device and send them to each engine by itself: gloo or nccl from anywhere, ipc on the engine's own GPU "
+        "(weights.transport). Engines take versions from the store while there is none."
+    )
 
 
 def _with_file(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, handler: Handler, text: str) -> argparse.ArgumentParser:
@@ -136,6 +166,21 @@ def _engine(options: argparse.Namespace) -> int:
     return run_daemon(f"engine-{options.index}", lambda stop: run_host(config, options.index, stop))
 
 
+def _relay(options: argparse.Namespace) -> int:
+    from deploy.relay import RelayConfig, run_relay
+    from protocol.config import load
+    from protocol.daemon import run_daemon
+
+    config = load(RelayConfig, options.config, sets=options.set)
+    return run_daemon("rollstream relay", lambda stop: run_relay(config, stop))
+
+
+def _weight_server(options: argparse.Namespace) -> int:
+    from deploy.weight_server import serve
+
+    return serve(options)
+
+
 def _serve(options: argparse.Namespace) -> int:
     from deploy.config import ReaderConfig
     from deploy.http.app import serve
@@ -158,6 +203,10 @@ def _redis(options: argparse.Namespace) -> int:
 
 
 def _look(options: argparse.Namespace) -> int:
+    if options.action == "check":
+        from deploy.weights_check import check
+
+        return check(options.config, options.set, as_json=options.json)
     from deploy.look import look
 
     return look(options.what, options.config, options.set, as_json=options.json)
@@ -173,6 +222,14 @@ def _bias(options: argparse.Namespace) -> int:
     from deploy.look import bias
 
     return bias(options.config, options.set, as_json=options.json)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    import subprocess
+
+    if not Path("benchmarks", options.what, "__main__.py").is_file():
+        raise ConfigError(f"rollstream bench {options.what}: benchmarks are not part of the package; run it in the root of a checkout of rollstream")
+    return subprocess.run([sys.executable, "-m", f"benchmarks.{options.what}", *options.rest], check=False).returncode
 
 
 def _config_check(options: argparse.Namespace) -> int:

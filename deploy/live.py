@@ -179,8 +179,8 @@ def _progress(picture: Picture, last_step: int) -> RenderableType:
 
 def _members(picture: Picture) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for title in ("engine", "state", "version", "lag", "running", "queued", "busy", "updates"):
-        table.add_column(title, justify="left" if title in ("engine", "state", "version") else "right")
+    for title in ("engine", "state", "version", "by", "lag", "running", "queued", "busy", "updates"):
+        table.add_column(title, justify="left" if title in ("engine", "state", "version", "by") else "right")
     for engine in picture.engines:
         lag = picture.lag(engine.version)
         busy = f"{100 * engine.busy_s / engine.uptime_s:.0f}%" if engine.uptime_s else "-"
@@ -188,13 +188,29 @@ def _members(picture: Picture) -> RenderableType:
             engine.engine_id,
             _state(engine),
             str(engine.version or "-"),
+            engine.transport or "-",
             "-" if lag is None else str(lag),
             f"{engine.running}/{engine.capacity}",
             str(engine.queued),
             busy,
             str(engine.updates),
         )
-    return table
+    return Group(table, *(Text(told, style="dim") for told in carriers(picture)))
+
+
+def carriers(picture: Picture) -> list[str]:
+    """Who moves versions between the store and the engines, and how far each is."""
+    told = [
+        f"weight server {one.server_id} on {one.device} by {one.backend}: {one.staged or 'nothing'} staged, {one.groups} engines, {_bytes(one.sent_bytes)} sent"
+        for one in picture.weight_servers
+    ]
+    told += [
+        f"relay {one.relay_id}: {one.version or 'nothing'} whole, {one.deltas} from deltas, {one.fulls} fetched whole, {_bytes(one.fetched_bytes)} read"
+        for one in picture.relays
+    ]
+    if picture.changed_share is not None and picture.newest is not None:
+        told.append(f"newest {picture.newest.version}: {100 * picture.changed_share:.2f} % of its elements changed, {_bytes(picture.newest.total_bytes)}")
+    return told
 
 
 def _state(engine: EngineStatus) -> Text:

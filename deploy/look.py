@@ -15,7 +15,7 @@ from rich.table import Table
 
 from deploy.config import ReaderConfig, UpConfig, reader_url
 from deploy.http import bodies
-from deploy.live import line
+from deploy.live import carriers, line
 from deploy.snapshot import Picture, picture_source
 from protocol.config import load
 from protocol.errors import RedisUnavailable, RunMissing
@@ -102,7 +102,7 @@ _BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = Mapp
 
 
 def _status(picture: Picture) -> list[Table | str]:
-    return [line(picture), *_blocked(picture), *_storage(picture), _engines_table(picture), _producers_table(picture)]
+    return [line(picture), *_blocked(picture), *_storage(picture), *carriers(picture), _engines_table(picture), _producers_table(picture)]
 
 
 def _blocked(picture: Picture) -> list[str]:
@@ -155,17 +155,20 @@ def _engines(picture: Picture) -> list[Table | str]:
 
 def _weights(picture: Picture) -> list[Table | str]:
     body = bodies.weights(picture)
-    newest = f"newest {body.newest}, {body.total_bytes} bytes, digest {body.digest}" if body.newest else "nothing is published yet"
-    return [newest, f"trained {body.trained}; {body.published} published, {body.applied} applied", _engines_table(picture)]
+    newest = f"newest {body.newest}, {body.kind}, {body.total_bytes} bytes, digest {body.digest}" if body.newest else "nothing is published yet"
+    deltas = f" ({body.deltas} as deltas)" if body.deltas else ""
+    told = f"trained {body.trained}; {body.published} published{deltas}, {body.applied} applied"
+    return [newest, told, *carriers(picture), _engines_table(picture)]
 
 
 def _engines_table(picture: Picture) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="bold")
-    for title in ("engine", "state", "version", "lag", "running", "queued", "updates", "tokens", "url"):
+    for title in ("engine", "state", "version", "by", "lag", "running", "queued", "updates", "tokens", "url"):
         table.add_column(title)
     for status in picture.engines:
         lag = picture.lag(status.version)
-        figures = (status.engine_id, status.state.value, status.version or "-", "-" if lag is None else lag, f"{status.running}/{status.capacity}")
+        served = (status.version or "-", status.transport or "-", "-" if lag is None else lag)
+        figures = (status.engine_id, status.state.value, *served, f"{status.running}/{status.capacity}")
         table.add_row(*(str(part) for part in (*figures, status.queued, status.updates, status.generated_tokens, status.url)))
     return table
 

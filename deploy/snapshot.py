@@ -19,7 +19,7 @@ from deploy.follower import AuditFollower
 from deploy.tally import WINDOW_STEPS, Distribution, StepPoint, Totals, distribution
 from protocol.connection import Client, connect
 from protocol.keys import Keys
-from protocol.messages import EngineStatus, Event, Manifest, ProducerStatus, TrainerStatus
+from protocol.messages import EngineStatus, Event, Manifest, ProducerStatus, RelayStatus, TrainerStatus, WeightServerStatus
 from protocol.presence import Presence
 from protocol.versions import Version
 from weightsync.channel import Channel
@@ -41,6 +41,8 @@ class Picture:
     trainers: tuple[TrainerStatus, ...] = ()
     shadows: tuple[TrainerStatus, ...] = ()
     """Trainers that follow the journal and take no group away."""
+    weight_servers: tuple[WeightServerStatus, ...] = ()
+    relays: tuple[RelayStatus, ...] = ()
     settings: BufferConfig = _DEFAULTS
     """[buffer] as the run was made."""
     last_producer_at: float | None = None
@@ -121,6 +123,12 @@ class Picture:
         return self.ledger.trained - self.ledger.lineage.shared(version)
 
     @property
+    def changed_share(self) -> float | None:
+        """Of the newest version's elements, those that differ from its parent's; None: it was published whole."""
+        newest = self.newest
+        return newest.changed_elements / newest.elements if newest is not None and newest.kind == "delta" and newest.elements else None
+
+    @property
     def reward(self) -> float | None:
         """Mean over the last `WINDOW_STEPS` steps."""
         window = self.steps[-WINDOW_STEPS:]
@@ -140,6 +148,8 @@ class PictureSource:
         self._producers = Presence(client, keys, "producer", ProducerStatus)
         self._trainers = Presence(client, keys, "trainer", TrainerStatus)
         self._shadows = Presence(client, keys, "shadow", TrainerStatus)
+        self._weight_servers = Presence(client, keys, "weight-server", WeightServerStatus)
+        self._relays = Presence(client, keys, "relay", RelayStatus)
         self._settings: BufferConfig | None = None
         self._follower = AuditFollower(client, keys, spill)
         self._lock = asyncio.Lock()
@@ -179,6 +189,8 @@ class PictureSource:
             producers=tuple(sorted(await self._producers.members(), key=lambda status: status.producer_id)),
             trainers=tuple(sorted(await self._trainers.members(), key=lambda status: status.trainer_id)),
             shadows=tuple(sorted(await self._shadows.members(), key=lambda status: status.trainer_id)),
+            weight_servers=tuple(sorted(await self._weight_servers.members(), key=lambda status: status.server_id)),
+            relays=tuple(sorted(await self._relays.members(), key=lambda status: status.relay_id)),
             settings=await self._fixed_settings() if there else _DEFAULTS,
             last_producer_at=seen_at[0],
             last_trainer_at=seen_at[1],

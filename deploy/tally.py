@@ -81,6 +81,8 @@ class Totals:
     put_tokens: int = 0
     published: int = 0
     published_bytes: int = 0
+    deltas: int = 0
+    """Of the versions published, those that hold only what changed."""
     applied: int = 0
     pause_s: float = 0.0
     pause_max_s: float = 0.0
@@ -124,6 +126,7 @@ class Tally:
             case "published":
                 totals.published += 1
                 totals.published_bytes += int(fields.get("bytes", 0))
+                totals.deltas += fields.get("kind") == "delta"
             case "applied":
                 pause_s = float(fields.get("pause_s", 0.0))
                 totals.applied += 1

@@ -23,8 +23,10 @@ from buffer.redis_ledger import RedisLedger
 from buffer.storage import open_storage
 from buffer.watchdog import EdgeLog
 from producer.config import ProducerDaemonConfig, RolloutOnlyConfig
+from producer.draft import Decode
 from producer.election import Election
-from producer.engine.client import EngineClient, Sampling
+from producer.engine.client import KEEP_ALIVE_S, EngineClient, Sampling
+from producer.engine.key import engine_key
 from producer.evaluation import Evaluation
 from producer.loop import BEAT_S, ProducerLoop
 from producer.outage import through_outage
@@ -72,6 +74,7 @@ class Prepared:
     grader: Grader
     prompts: PromptSet
     held_out: PromptSet | None
+    decode: Decode
 
 
 def prepare(config: ProducerDaemonConfig) -> Prepared:
@@ -86,7 +89,7 @@ def prepare(config: ProducerDaemonConfig) -> Prepared:
     if config.eval.path:
         rows = read_rows("eval.path", config.eval.path, config.data, label_fault=grader.label_fault, limit=config.eval.samples)
         held_out = PromptSet("eval.path", config.eval.path, rows, encoder, max_tokens=most)
-    return Prepared(identity=identity, grader=grader, prompts=prompts, held_out=held_out)
+    return Prepared(identity=identity, grader=grader, prompts=prompts, held_out=held_out, decode=encoder.decode)
 
 
 async def produce(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -141,7 +144,7 @@ class _Member:
 
         await unless(stop, join(), name="producer:join")
         if settings is not None:
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300)) as session:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300, keepalive_timeout=KEEP_ALIVE_S)) as session:
                 await self._work(stop, ledger, settings, session)
 
     async def _join(self, ledger: Ledger) -> BufferConfig:
@@ -175,7 +178,7 @@ class _Member:
             config.producer, self._here, presence=self._presence, slot_s=settings.slot_seconds, redis_deadline_s=deadline_s, stall_s=config.run.stall_seconds
         )
         pool = EnginePool(Registry(self._client, self._keys), ledger, self._wakeups, deadline_s=deadline_s, on_status=loop.on_status)
-        sampler = Sampler(pool=pool, client=EngineClient(session), grader=prepared.grader, config=config.producer)
+        sampler = Sampler(pool=pool, client=EngineClient(session, engine_key()), grader=prepared.grader, config=config.producer, decode=prepared.decode)
         rollout = config.rollout
         sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop=rollout.stop)
         blobs = open_storage(settings, config.run.name).blobs

@@ -20,6 +20,8 @@ from protocol.messages import EngineStatus
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups
 
+_EMBEDDED = "embedded"
+"""The kind of engine that keeps nothing of a request that is over."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -67,7 +69,7 @@ class EnginePool:
     async def refresh(self, *, ledger: bool = True) -> None:
         """Read the registry once, and the ledger if asked to, if that was a while ago, or if an engine serves a version we have not heard of."""
         routable = await self._registry.routable()
-        engines = [Engine(key=(engine.engine_id, engine.boot_nonce), url=engine.url, version=engine.version) for engine in routable if engine.version]
+        engines = [_engine(engine, engine.version) for engine in routable if engine.version]
         news = any(not self._routing.knows(engine.version) for engine in engines)
         if ledger or news or self._routing.lineage is None or time.monotonic() - self._ledger_read_at >= RECHECK_S:
             status = await self._ledger.status()
@@ -137,3 +139,8 @@ class EnginePool:
     def _fire(self) -> None:
         fired, self._changed = self._changed, asyncio.Event()
         fired.set()
+
+
+def _engine(status: EngineStatus, version: Version) -> Engine:
+    key = (status.engine_id, status.boot_nonce)
+    return Engine(key=key, url=status.url, version=version, span_lag=status.span_lag, prefix_cache=status.kind != _EMBEDDED)

@@ -42,11 +42,10 @@ from protocol.presence import Presence
 from protocol.versions import Version
 from protocol.wakeups import Topic, Wakeups
 from weightsync.channel import Channel
-from weightsync.config import store_folder
 from weightsync.publisher import Publisher
 from weightsync.safetensors_file import open_model
 from weightsync.snapshot import Snapshot
-from weightsync.store import DirectoryStore
+from weightsync.store import open_store
 
 _LOG = logging.getLogger(__name__)
 TRAINER_ID = "rollout-only"
@@ -116,9 +115,9 @@ class Owner:
     async def _publish(self, incarnation: int) -> None:
         """The starting weights, as the files of model.path have them, become version `incarnation:0`."""
         model = self._config.model_folder
-        store = DirectoryStore(store_folder(self._config.weights, self._config.run), model)
+        store = await asyncio.to_thread(open_store, self._config.weights, self._config.run, model)
         with open_model(model) as tensors:
-            async with Publisher(Channel(self._client, self._keys), store, keep=self._config.weights.keep) as publisher:
+            async with Publisher(Channel(self._client, self._keys), store, config=self._config.weights) as publisher:
                 publisher.submit(Snapshot(version=Version(incarnation, 0), tensors=tensors), incarnation)
                 await publisher.drain(_PUBLISH_S)
 

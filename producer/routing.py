@@ -36,6 +36,10 @@ class Engine:
     key: EngineKey
     url: str
     version: Version
+    span_lag: int = 0
+    """Tokens after an update that its spans give to the new version although the old one sampled them."""
+    prefix_cache: bool = False
+    """Its requests may use keys and values of earlier ones."""
 
     @property
     def id(self) -> str:

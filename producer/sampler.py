@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from producer.config import ProducerConfig
-from producer.engine.client import EngineClient, Generation, Sampling
+from producer.draft import Decode, Draft
+from producer.engine.client import ABORTED, EngineClient, Generation, Sampling
 from producer.pool import EnginePool
 from producer.rewards import Grader, Reward, RewardSample
 from producer.routing import Engine, EngineKey
@@ -38,7 +39,9 @@ class Sampled:
 class Sampler:
     """Makes single rollouts; the group and the evaluation share it."""
 
-    def __init__(self, *, pool: EnginePool, client: EngineClient, grader: Grader, config: ProducerConfig) -> None:
+    def __init__(self, *, pool: EnginePool, client: EngineClient, grader: Grader, config: ProducerConfig, decode: Decode) -> None:
+        """`decode`: of the model's tokenizer, for the text of what several engines wrote."""
+        self._decode = decode
         self._pool = pool
         self._client = client
         self._grader = grader
@@ -47,35 +50,41 @@ class Sampler:
         """Samples that were asked for again, over the life of the producer."""
         self.aborted = 0
         """Those of them that an engine had ended on purpose, as an update does where `weights.pause_mode` is abort."""
+        self.kept_tokens = 0
+        """Tokens of ended responses that others went on from."""
 
     async def sample(self, chosen: Chosen, prompt: list[int], *, min_version: Version | None, sampling: Sampling, rid: str) -> Sampled:
         """One rollout, retried on another engine where there is one, inside the group's budget of seconds; waiting for an engine costs none of it.
 
-        What an engine ended on purpose costs neither seconds nor an attempt, and may go to the same engine: otherwise long responses, which meet more updates,
-        would fail more often than short ones, and that would bias the policy.
+        What an engine ended on purpose goes on from the tokens it has, costs neither seconds nor an attempt, and may go to the same engine: otherwise long
+        responses, which meet more updates, would fail more often than short ones, and that would bias the policy.
 
         Raises: `SampleFailed` when the attempts or the budget are used up.
         """
-        attempts = _Attempts(self._config)
+        attempts, draft = _Attempts(self._config), Draft()
         queue_s = generate_s = 0.0
-        while True:
+        while not draft.ended(sampling):
             began = time.monotonic()
             engine = await self._pool.acquire(min_version, attempts.failed)
             started = time.monotonic()
             queue_s += started - began
             try:
-                generation = await self._generate(engine, prompt, sampling, f"{rid}.{attempts.count}", attempts)
+                piece = await self._generate(engine, draft.prompt(prompt), draft.rest(sampling), f"{rid}.{attempts.count}", attempts)
             except SampleAborted:
-                self.retried += 1
-                self.aborted += 1
-                await asyncio.sleep(attempts.aborted(time.monotonic() - started))
+                await self._again(attempts, started)
                 continue
             generated = time.monotonic()
             generate_s += generated - started
-            attempts.spent_s += generated - started
-            if generation is not None:
-                break
-            self.retried += 1
+            if piece is None:
+                self.retried += 1
+            else:
+                draft = draft.plus(piece)
+            if piece is None or piece.finish_reason != ABORTED:
+                attempts.spent_s += generated - started
+            elif not draft.ended(sampling):
+                self.kept_tokens += len(piece.output_ids)
+                await self._again(attempts, started)
+        generated, generation = time.monotonic(), draft.whole(sampling, self._decode)
         reward = await self._reward(chosen, generation, attempts)
         rewarded = time.monotonic()
         return Sampled(
@@ -86,10 +95,24 @@ class Sampler:
             reward_s=rewarded - generated,
         )
 
+    async def _again(self, attempts: _Attempts, started: float) -> None:
+        self.retried += 1
+        self.aborted += 1
+        await asyncio.sleep(attempts.aborted(time.monotonic() - started))
+
     async def _generate(self, engine: Engine, prompt: list[int], sampling: Sampling, rid: str, attempts: _Attempts) -> Generation | None:
         """The answer of `engine`, or None if this attempt failed and another is allowed. Raises: `SampleAborted`."""
         try:
-            generation = await self._client.generate(engine.url, prompt, sampling=sampling, rid=rid, deadline_s=attempts.deadline_s, assumed=engine.version)
+            generation = await self._client.generate(
+                engine.url,
+                prompt,
+                sampling=sampling,
+                rid=rid,
+                deadline_s=attempts.deadline_s,
+                assumed=engine.version,
+                span_lag=engine.span_lag,
+                prefix_cache=engine.prefix_cache,
+            )
         except EngineUnavailable as problem:
             self._pool.refused(engine)
             attempts.unavailable(engine, problem)
@@ -107,7 +130,8 @@ class Sampler:
             raise
         self._pool.release(engine)
         try:
-            await self._pool.judge(engine, {span.version for span in generation.spans})
+            if generation.spans:
+                await self._pool.judge(engine, {span.version for span in generation.spans})
         except SampleFailed as problem:
             attempts.failure(engine, problem)
             return None

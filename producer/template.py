@@ -54,6 +54,10 @@ class PromptEncoder:
             return list(self._tokenizer.encode(prompt).ids)
         return list(self._tokenizer.encode(self.render(prompt), add_special_tokens=False).ids)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of sampled tokens, without special ones, as engines give it."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
     def render(self, messages: Sequence[Mapping[str, JsonValue]]) -> str:
         """Chat messages as the text the model expects, up to where it should answer."""
         if self._template is None:

@@ -30,6 +30,7 @@
         ├── ManifestError                        a manifest or weight file that must not be loaded; names the tensor
         │   └── VersionGone                          its files were collected: look for a newer version
         ├── ApplyFailed                          an engine did not take a version; it is unfit until it does
+        │   └── TransportFailed                  a fast path broke; the version itself may be fine by another
         └── Superseded                  exit 3   a newer process registered this engine id; stop, and stay away
 
 Failure of one rollout is a value (`Reason`), not an exception through the producer.
@@ -182,6 +183,10 @@ class VersionGone(ManifestError):
 
 class ApplyFailed(WeightError):
     """An engine did not take a version. It stays unfit and unroutable until it does."""
+
+
+class TransportFailed(ApplyFailed):
+    """A way of moving weights broke before or while it was used. The version may be fine: take it from the store."""
 
 
 class Superseded(WeightError):

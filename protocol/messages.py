@@ -6,7 +6,7 @@ take the defaults below, a newer major is refused. Adding a field with a default
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType, TypeAlias
@@ -169,7 +169,8 @@ class GroupHeader:
 class RolloutGroup:
     """The payload: the G sibling rollouts of one prompt."""
 
-    rollouts: tuple[Rollout, ...]
+    rollouts: Sequence[Rollout]
+    """Immutable."""
     extras: Mapping[str, Array] = field(default_factory=dict)
     """Named arrays beyond the standard ones (routed experts, multimodal features)."""
 
@@ -184,7 +185,7 @@ class TensorEntry:
     """safetensors spelling: F32, BF16, …"""
     shape: tuple[int, ...]
     file: str
-    """Relative to the manifest's location; never leaves it."""
+    """Name of a file at the manifest's location. Empty in a delta: the tensor is as in the parent, and lies in no file."""
     checksum: str
     """xxh3-64, hex, of the tensor's bytes."""
 
@@ -197,8 +198,9 @@ class Manifest:
     kind: str
     """full | delta"""
     parent: str
-    """Digest of the manifest a delta applies to; "" for full."""
+    """Digest of the version a delta applies to; "" for full."""
     tensors: tuple[TensorEntry, ...]
+    """Of the whole version, also where the files hold only what changed: shapes and checksums are those after a delta is applied."""
     digest: str
     """xxh3-128, hex, over names, shapes and bytes of all tensors: equal digest means equal weights."""
     transport: str
@@ -206,7 +208,14 @@ class Manifest:
     location: str
     """Directory or URL that holds the files."""
     total_bytes: int
+    """Of the tensors that the files hold; of a delta, of what it holds."""
     created_at: float = 0.0
+    parent_version: Version | None = None
+    """Whose digest `parent` is; None for full."""
+    elements: int = 0
+    """Of all tensors; 0: not counted (a full version)."""
+    changed_elements: int = 0
+    """Of these, those that differ from the parent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +245,46 @@ class EngineStatus:
     paused_s: float = 0.0
     """Seconds paused for updates since boot."""
     updates: int = 0
+    host: str = ""
+    pid: int = 0
+    transport: str = ""
+    """What brought the version it serves; empty before the first."""
+    span_lag: int = 0
+    """Tokens after an in-place update that its spans give to the new version although the old one sampled them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightServerStatus:
+    """A process that holds versions on a device and hands them to engines."""
+
+    server_id: str
+    url: str
+    device: str
+    """torch's spelling: cpu, cuda:0."""
+    backend: str
+    """nccl | gloo | ipc"""
+    staged: Version | None = None
+    """The newest version it can send without reading a file."""
+    groups: int = 0
+    """Engines that it is connected to."""
+    sent_bytes: int = 0
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayStatus:
+    """A process that keeps whole versions in the memory of one machine, for all of its engines."""
+
+    relay_id: str
+    folder: str
+    version: Version | None = None
+    """The newest one that is whole there."""
+    fetched_bytes: int = 0
+    deltas: int = 0
+    """Versions it made from a delta."""
+    fulls: int = 0
+    """Versions it fetched whole."""
     host: str = ""
     pid: int = 0
 

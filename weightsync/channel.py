@@ -3,7 +3,7 @@
     publish ──► newest pointer (forward only) ──► pin (atomic with the read) ──► … ──► dying ──► deleted
 
 Invariants: the pointer moves only for the attached incarnation, only to trained steps, only forward (rules V3, T4); a version that any engine serves, applies
-or targets is not collected (rule W5).
+or targets is not collected, nor is one that a delta which is kept is made from (rules W5, W7).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from protocol.keys import Keys
 from protocol.messages import EngineId, Manifest
 from protocol.versions import Version
 from weightsync.claim import FLAGS, Claim
-from weightsync.store import DirectoryStore
+from weightsync.store import VersionStore
 
 _PRELUDE = ("lua/common.lua",)
 _PUBLISH = Script("weightsync", "lua/publish.lua", prelude=_PRELUDE, flags=FLAGS)
 _COLLECT = Script("weightsync", "lua/collect.lua", prelude=_PRELUDE, flags=FLAGS)
-_READ = Script("weightsync", "lua/read.lua", flags="no-writes")
+_READ = Script("weightsync", "lua/read.lua", prelude=_PRELUDE, flags="no-writes")
 
 
 class Channel:
@@ -34,6 +34,8 @@ class Channel:
     def __init__(self, client: Client, keys: Keys) -> None:
         self._client = client
         self._keys = keys
+        self._parents: dict[Version, Version] = {}
+        """Of the deltas published here since the last full version: told with each, for a Redis that lost some of them."""
 
     async def publish(self, manifest: Manifest, incarnation: int, *, seconds: float = 0.0) -> None:
         """Make a version, whose bytes are durable and readable already, the newest. Publishing it again changes nothing.
@@ -45,7 +47,11 @@ class Channel:
         if manifest.version.incarnation != incarnation:
             raise Fenced(f"version {manifest.version} is not of incarnation {incarnation}")
         keys, version = self._keys, manifest.version
-        arguments = (incarnation, version.n, encode(manifest), manifest.digest, manifest.total_bytes, f"{seconds:.6f}")
+        changed = manifest.changed_elements / manifest.elements if manifest.elements else 1.0
+        measured = (manifest.total_bytes, f"{seconds:.6f}", manifest.kind, f"{changed:.6f}")
+        parents = {} if manifest.parent_version is None else {**self._parents, version: manifest.parent_version}
+        chain = [str(one) for pair in parents.items() for one in pair]
+        arguments: tuple[str | int | bytes, ...] = (incarnation, version.n, encode(manifest), manifest.digest, *measured, *chain)
         answer = await _PUBLISH(self._client, keys=[keys.state, keys.weights, keys.audit, keys.wakeups], args=arguments)
         verdict, seen = answer[0].decode(), answer[1].decode()
         if verdict == "FENCED":
@@ -58,6 +64,7 @@ class Channel:
             raise ManifestError(f"publish of {version}: it is published already with other weights")
         if verdict == "BACKWARD":
             raise WeightError(f"publish of {version}: the newest version is {seen}, and the pointer moves forward only")
+        self._parents = parents
 
     async def newest(self) -> Manifest | None:
         """The newest version; None before the first. Nothing holds its files: a reconciler's `Claim.look` pins what it may take."""
@@ -73,12 +80,19 @@ class Channel:
         names = (field.decode().partition("manifest:") for field in await self._read("fields"))
         return tuple(sorted(Version.parse(version) for before, found, version in names if found and not before))
 
+    async def pinned(self) -> frozenset[Version]:
+        """Versions that an engine serves or takes (rule W5)."""
+        return frozenset(Version.parse(version.decode()) for version in await self._read("pinned"))
+
     def claim(self, engine_id: EngineId, boot_nonce: str) -> Claim:
         """The standing of a new reconciler of this engine."""
         return Claim(self._client, self._keys, engine_id, boot_nonce)
 
-    async def collect(self, store: DirectoryStore, *, keep: int) -> tuple[Version, ...]:
-        """Delete every version but the newest `keep` and those pinned: marked dying first, so that a crash here is finished by the next call."""
+    async def collect(self, store: VersionStore, *, keep: int) -> tuple[Version, ...]:
+        """Delete every version but the newest `keep`, those pinned, and what these are made from.
+
+        They are marked dying first, so that a crash here is finished by the next call.
+        """
         deleted: list[Version] = []
         dying: tuple[Version, ...] = ()
         while dying := await self._dying(keep, dying):  # what came free while files were being deleted was marked by the call that took them off the list
@@ -88,7 +102,7 @@ class Channel:
         return tuple(deleted)
 
     async def _read(self, what: str) -> Any:
-        return await _READ(self._client, keys=[self._keys.weights], args=[what])
+        return await _READ(self._client, keys=[self._keys.weights, self._keys.weight_pins], args=[what])
 
     async def _dying(self, keep: int, deleted: Sequence[Version]) -> tuple[Version, ...]:
         keys = [self._keys.weights, self._keys.weight_pins]
@@ -96,6 +110,6 @@ class Channel:
         return tuple(Version.parse(version.decode()) for version in raw)
 
 
-def _delete_all(store: DirectoryStore, versions: Sequence[Version]) -> None:
+def _delete_all(store: VersionStore, versions: Sequence[Version]) -> None:
     for version in versions:
         store.delete(version)

@@ -27,6 +27,7 @@ FLAGS = "allow-oom"
 _PRELUDE = ("lua/common.lua",)
 _LOOK = Script("weightsync", "lua/look.lua", prelude=_PRELUDE, flags=FLAGS)
 _PAUSE = Script("weightsync", "lua/pause.lua", prelude=_PRELUDE, flags=FLAGS)
+_RENEW = Script("weightsync", "lua/renew.lua", prelude=_PRELUDE, flags=FLAGS)
 _RESUME = Script("weightsync", "lua/resume.lua", flags=FLAGS)
 _UNLOCK = Script("weightsync", "lua/unlock.lua", flags=FLAGS)
 
@@ -86,16 +87,30 @@ class Claim:
             decode(Manifest, manifest) if manifest else None,
         )
 
-    async def pause(self, *, most: int, valid_s: float, idle: bool) -> bool:
-        """The right to pause the engine for `valid_s`, the lock with it; False: others are paused, or waiting with an older version (rule W8).
+    async def renew(self) -> None:
+        """Renew the lock alone, during work on the engine that takes longer than the lock lasts: what is looked for and pinned stays as it was.
 
+        Raises: `Superseded` when the lock is lost.
+        """
+        keys = self._keys
+        if await _RENEW(self._client, keys=[keys.reconcilers], args=[*self._who, self.owner, int(LOCK_S * 1000)]) != 1:
+            raise Superseded(f"engine {self._who[0]}: its reconciler lock is lost to another")
+
+    async def pause(self, version: Version, *, most: int, valid_s: float, idle: bool, serving_share: float = 0.0) -> bool:
+        """The right to pause the engine for `valid_s` and load `version`, which is pinned so long, the lock with it.
+
+        False: others are paused, or waiting with an older version (rule W8), or `version` was collected before this (rule W5).
+        `serving_share`: of the routable engines, so many go on decoding while this one, if it is routable, is paused; one may always be.
         Raises: `Superseded` when the lock is lost.
         """
         keys = self._keys
         raw = await _PAUSE(
             self._client,
-            keys=[keys.engine_facts, keys.reconcilers, keys.pauses],
-            args=[*self._who, self.owner, most, int(valid_s * 1000), int(CLAIM_S * 1000), "1" if idle else "0"],
+            keys=[keys.engine_facts, keys.reconcilers, keys.pauses, keys.weights, keys.weight_pins],
+            args=[
+                *(*self._who, self.owner, most, int(valid_s * 1000), int(CLAIM_S * 1000), "1" if idle else "0", f"{serving_share:.6f}"),
+                *(str(version), int(max(valid_s, PIN_S) * 1000)),
+            ],
         )
         if raw[0] == b"SUPERSEDED":
             raise Superseded(f"engine {self._who[0]}: its reconciler lock is lost to another")

@@ -1,7 +1,7 @@
 """The reconciler of one engine: brings it to the newest version, one engine at a time, and nobody waits for the slowest.
 
-`weightsync.reconcile.Core` decides; this edge looks, checks files, talks to the engine, and tells Redis. It lives in the process that owns the engine
-(rule W1).
+`weightsync.reconcile.Core` decides when, `weightsync.fallback` which way; this edge looks, talks to the engine, and tells Redis. It lives in the process that
+owns the engine (rule W1).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, ManifestError, RollstreamError, Unavailable, VersionGone
+from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import EngineId, EngineState, Manifest
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups
@@ -23,14 +23,21 @@ from weightsync.channel import Channel
 from weightsync.claim import LOCK_S, Locked
 from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
+from weightsync.dialect import Dialect, PauseMode
+from weightsync.fallback import Transports
 from weightsync.reconcile import Apply, Core, Pause, Prepare, Sight, Wait
 from weightsync.registry import Registry, UpdateTimes
-from weightsync.store import DirectoryStore
 
 _LOG = logging.getLogger(__name__)
 RESUME_S = 5.0
 """Time kept back, after the deadline of an update, to let the engine go on."""
 _MARGIN_S = 2.0
+RENEW_S = LOCK_S / 4
+"""Between two renewals of the lock while a version is prepared."""
+PREPARE_S = 300.0
+"""Time to get a version ready while the engine serves; past it the version is looked for anew."""
+_ASK_S = 2.0
+_FLUSH_S = 2.0
 _REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
 
 
@@ -43,6 +50,10 @@ class Totals:
     failures: int = 0
     trouble: str = ""
     """Why the newest version is not served yet; empty while all is well."""
+    transport: str = ""
+    """What brought the version that is served; empty before the first."""
+    silent: int = 0
+    """Updates in a row that the engine said it took and after which it wrote no token: it hangs, and whoever owns its process ends it (rule W6)."""
 
 
 class Reconciler:
@@ -60,7 +71,7 @@ class Reconciler:
         control: EngineControl,
         channel: Channel,
         registry: Registry,
-        store: DirectoryStore,
+        transports: Transports,
         config: WeightsConfig,
         wakeups: Wakeups,
         idle: Callable[[], bool] = lambda: False,
@@ -70,7 +81,7 @@ class Reconciler:
         self._boot_nonce = boot_nonce
         self._control = control
         self._registry = registry
-        self._store = store
+        self._transports = transports
         self._config = config
         self._wakeups = wakeups
         self._idle = idle
@@ -81,7 +92,16 @@ class Reconciler:
         self._holds_pause = False
         self._apply_until = 0.0
         """Counted from when the pause was asked for, as its validity is: a process that hangs in between applies nothing on a lock it has lost."""
+        self._maybe_paused = False
+        """The engine was paused, by us or by whoever had it before, and has not answered that it goes on."""
+        self._dialect: Dialect | None = None
+        self._warned = False
         self.totals = Totals()
+
+    @property
+    def span_lag(self) -> int:
+        """For the engine's status: tokens after an update that its spans give to the new version although the old one sampled them."""
+        return 0 if self._dialect is None else self._dialect.span_lag(self._config.pause_mode)
 
     async def run(self) -> None:
         """Follow the newest version until cancelled. Order of stopping: an update under way is broken off, the engine goes on, the lock is free.
@@ -105,12 +125,17 @@ class Reconciler:
                 if seen.manifest is not None:
                     self._manifest = seen.manifest
                 self._core.seen(Sight(seen.newest, seen.state, seen.acked))
+                if self._maybe_paused:
+                    await self._go_on(locked_until - _MARGIN_S)
                 wait = await self._work()
                 timeout_s = RECHECK_S if wait.until is None else min(RECHECK_S, max(0.0, wait.until - time.monotonic()))
                 topics = (Topic.WEIGHTS, Topic.ENGINES) if wait.for_pause else (Topic.WEIGHTS,)
                 await self._wakeups.wait(*topics, since=mark, timeout_s=timeout_s)
         finally:
-            await _finish(self._claim.release())
+            try:
+                await _finish(self._transports.aclose())
+            finally:
+                await _finish(self._claim.release())
 
     async def _take_over(self, state: EngineState, end: float) -> bool:
         """Whoever had the engine before may have left it half-updated: off the routes until the newest version is applied in full (rule W1).
@@ -121,9 +146,21 @@ class Reconciler:
             await self._registry.mark_unfit(self._engine_id, self._boot_nonce, "its reconciler was replaced")
         if _left(end) <= 0:
             return False
+        self._maybe_paused = True
         with contextlib.suppress(*_REFUSALS):
-            await self._control.end_session(deadline_s=_left(end))
+            await self._control.close_session(deadline_s=min(_ASK_S, _left(end)))
+            if await self._control.ready(deadline_s=min(_ASK_S, _left(end))):
+                self._maybe_paused = False
+            else:  # half-updated, perhaps: what would go on under weights nobody vouches for ends, then no pause outlives its owner
+                await self._control.abort_all(deadline_s=min(_ASK_S, _left(end)))
+                await self._go_on(end)
         return True
+
+    async def _go_on(self, end: float) -> None:
+        """Tell an engine that may still be paused, and is off the routes, to decode."""
+        with contextlib.suppress(*_REFUSALS):
+            await self._control.resume(deadline_s=min(_ASK_S, _left(end)))
+            self._maybe_paused = False
 
     async def _work(self) -> Wait:
         """Do what the core says until it waits."""
@@ -134,8 +171,8 @@ class Reconciler:
                     return command
                 case Prepare(version):
                     await self._prepare(version)
-                case Pause(_):
-                    await self._ask()
+                case Pause(version):
+                    await self._ask(version)
                 case Apply(version):
                     await self._apply(version)
 
@@ -144,12 +181,39 @@ class Reconciler:
         try:
             if self._manifest is None or self._manifest.version != version:
                 raise VersionGone(f"version {version} has no manifest any more")
-            await asyncio.to_thread(self._store.verify, self._manifest)
-        except (ManifestError, OSError) as problem:
+            await self._holding(self._get_ready(self._manifest))
+        except (ManifestError, OSError, *_REFUSALS) as problem:
             await self._prepare_failed(version, problem)
             return
         self._prepare_s = time.monotonic() - started
+        failpoint(Failpoint.ENGINE_PREPARED)
         self._core.prepared(version)
+
+    async def _get_ready(self, manifest: Manifest) -> None:
+        with contextlib.suppress(*_REFUSALS):  # asked again when it is needed
+            self._dialect = await self._control.dialect(deadline_s=_ASK_S)
+        await self._transports.prepare(manifest, deadline_s=PREPARE_S)
+
+    async def _holding(self, work: Awaitable[None]) -> None:
+        """`work` while the lock is renewed, since it may take longer and may talk to the engine (rule W1).
+
+        Raises: what `work` raises; `Superseded` when the lock is lost, and then `work` is cancelled.
+        """
+        task, renewal = asyncio.ensure_future(work), asyncio.create_task(self._renew(), name="reconciler:lock")
+        try:
+            await asyncio.wait({task, renewal}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await renewal  # which has failed
+            await task
+        finally:
+            for one in (task, renewal):
+                one.cancel()
+            await asyncio.gather(task, renewal, return_exceptions=True)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._claim.renew()
 
     async def _prepare_failed(self, version: Version, problem: Exception) -> None:
         """The engine was not touched and goes on. A version that is gone is ordinary: a newer one is there, or will be."""
@@ -157,10 +221,11 @@ class Reconciler:
         if self._trouble(f"prepare {version}: {problem}") and not isinstance(problem, VersionGone):
             await self._registry.prepare_failed(self._engine_id, version, str(problem))
 
-    async def _ask(self) -> None:
+    async def _ask(self, version: Version) -> None:
         idle, valid_s = self._idle(), self._config.apply_deadline_s + RESUME_S + _MARGIN_S
         self._apply_until = time.monotonic() + self._config.apply_deadline_s
-        if await self._claim.pause(most=self._config.max_paused, valid_s=valid_s, idle=idle):
+        config = self._config
+        if await self._claim.pause(version, most=config.max_paused, valid_s=valid_s, idle=idle, serving_share=config.min_serving_share):
             self._holds_pause = not idle
             self._core.granted()
         else:
@@ -177,62 +242,109 @@ class Reconciler:
         manifest = self._manifest
         assert manifest is not None, "a version that is prepared has a manifest"
         try:
-            path = self._store.locate(manifest)
-            times = await self._update(path, version, end)
+            times = await self._update(manifest, end)
+            failpoint(Failpoint.ENGINE_RESUMED)
             await self._give_pause()
             await self._verify(version, end)
-        except ManifestError as problem:
+        except VersionGone as problem:
             await self._give_pause()
             await self._prepare_failed(version, problem)
             return
-        except _REFUSALS as problem:
+        except (ManifestError, OSError, *_REFUSALS) as problem:
             await self._failed(version, problem)
             return
+        self._transports.verified()
         if await self._registry.ack(self._engine_id, self._boot_nonce, version, reconciler=self._claim.owner, times=times):
+            failpoint(Failpoint.ENGINE_ACKED)
             self._core.applied(version, time.monotonic())
             self.totals.updates += 1
-            self.totals.trouble = ""
+            self.totals.trouble, self.totals.transport = "", times.transport
         else:  # the registry forgot this boot in an outage: its next beat registers it anew, and it starts over
             self._core.apply_failed(time.monotonic())
 
-    async def _update(self, path: Path, version: Version, end: float) -> UpdateTimes:
+    async def _update(self, manifest: Manifest, end: float) -> UpdateTimes:
         started = loading = loaded = time.monotonic()
-        touched = False
+        touched, mode = False, self._config.pause_mode
         try:
-            await self._control.pause(self._config.pause_mode, deadline_s=_left(end))
+            speaks = self._dialect or await self._control.dialect(deadline_s=min(_ASK_S, _left(end)))
+            mode = self._safe_mode(speaks)
+            started, self._maybe_paused = time.monotonic(), True
+            await self._control.pause(mode, deadline_s=_left(end))
+            failpoint(Failpoint.ENGINE_PAUSED)
             loading, touched = time.monotonic(), True
-            await self._control.update_from_disk(str(path), str(version), deadline_s=_left(end))
-            loaded, touched = time.monotonic(), False
+            await self._transports.apply(manifest, deadline_s=_left(end))
+            loaded = time.monotonic()
+            failpoint(Failpoint.ENGINE_LOADED)
+            if speaks.prefix_cache and mode != "in_place":
+                await self._forget(end)
+            touched = False
             await self._control.resume(deadline_s=_left(end))
+            self._maybe_paused = False
         except BaseException as problem:
-            await _finish(self._let_go(_reason(version, problem), touched=touched))
+            if isinstance(problem, VersionGone):
+                await self._go_on(end)
+            if self._maybe_paused:
+                await _finish(self._let_go(_reason(manifest.version, problem), touched=touched))
             raise
         finally:
             paused_s = time.monotonic() - started
             self.totals.paused_s += paused_s
-        return UpdateTimes(pause_s=paused_s, apply_s=loaded - loading, prepare_s=self._prepare_s)
+        return UpdateTimes(pause_s=paused_s, apply_s=loaded - loading, prepare_s=self._prepare_s, transport=self._transports.name, pause_mode=mode)
+
+    def _safe_mode(self, speaks: Dialect) -> PauseMode:
+        wanted = self._config.pause_mode
+        mode = speaks.pause_mode(wanted)
+        if mode != wanted and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "engine %s pauses by %s, not %s: its prefix cache would mix keys of two versions; start it with --disable-radix-cache, or use SGLang 0.5.21",
+                *(self._engine_id, mode, wanted),
+            )
+        return mode
+
+    async def _forget(self, end: float) -> None:
+        """No request after this update reuses keys and values from before it. What is alive and in the way ends first; it goes on elsewhere.
+
+        Raises: `ApplyFailed`.
+        """
+        if await self._control.flush_cache(deadline_s=_left(end)):
+            return
+        await self._control.abort_all(deadline_s=_left(end))
+        if not await self._control.flush_cache(deadline_s=_left(end), patience_s=_FLUSH_S):
+            raise ApplyFailed("the engine keeps the keys and values of its old weights: it refuses to empty its cache")
 
     async def _let_go(self, reason: str, *, touched: bool) -> None:
         """Never leave an engine paused. Requests that would go on over weights nobody vouches for end first; they are sampled again elsewhere."""
         with contextlib.suppress(Unavailable, TimeoutError):  # without Redis its route runs out by itself
-            async with asyncio.timeout(RESUME_S / 3):
+            async with asyncio.timeout(RESUME_S / 4):
                 await self._registry.mark_unfit(self._engine_id, self._boot_nonce, reason)
         if touched:
             with contextlib.suppress(*_REFUSALS):
-                await self._control.abort_all(deadline_s=RESUME_S / 3)
+                await self._control.close_session(deadline_s=RESUME_S / 4)
+            with contextlib.suppress(*_REFUSALS):
+                await self._control.abort_all(deadline_s=RESUME_S / 4)
         with contextlib.suppress(*_REFUSALS):
-            await self._control.resume(deadline_s=RESUME_S / 3)
+            await self._control.resume(deadline_s=RESUME_S / 4)
+            self._maybe_paused = False
 
     async def _verify(self, version: Version, end: float) -> None:
-        """The engine says so, and a token that it writes now says so."""
+        """The engine says so, and a token that it writes now says so: the answer to an update proves neither (rule W6)."""
         if (served := await self._control.weight_version(deadline_s=_left(end))) != str(version):
             raise ApplyFailed(f"the engine took the update and says it serves {served!r}")
-        if set(written := await self._control.probe(deadline_s=_left(end))) != {str(version)}:
+        try:
+            written = await self._control.probe(deadline_s=_left(end))
+        except EngineUnavailable:
+            self.totals.silent += 1
+            raise
+        self.totals.silent = 0
+        self._dialect = await self._control.dialect(deadline_s=_left(end))
+        if set(written) != {str(version)}:
             raise ApplyFailed(f"the engine says it serves {version}, and its next token says {', '.join(written)}")
 
     async def _failed(self, version: Version, problem: Exception) -> None:
         reason = _reason(version, problem)
         self.totals.failures += 1
+        self._transports.failed(problem)
         self._core.apply_failed(time.monotonic())
         self._trouble(reason)
         await self._registry.mark_unfit(self._engine_id, self._boot_nonce, reason)

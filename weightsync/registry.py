@@ -43,11 +43,14 @@ _LIST = Script("weightsync", "lua/list.lua", prelude=_PRELUDE, flags=FLAGS)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateTimes:
-    """Seconds an update took, for the audit."""
+    """How an update went, for the audit."""
 
     pause_s: float = 0.0
+    """Seconds, as the others."""
     apply_s: float = 0.0
     prepare_s: float = 0.0
+    transport: str = ""
+    pause_mode: str = ""
 
 
 class Registry:
@@ -85,6 +88,7 @@ class Registry:
             args=[
                 *(engine_id, boot_nonce, reconciler, str(version), _ms(PIN_S)),
                 *(f"{seconds:.6f}" for seconds in (times.pause_s, times.apply_s, times.prepare_s)),
+                *(times.transport, times.pause_mode),
             ],
         )
         if answer == b"SUPERSEDED":

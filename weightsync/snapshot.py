@@ -8,12 +8,14 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import xxhash
 
+from protocol.errors import WeightError
 from protocol.versions import Version
 
 ITEM_BYTES = MappingProxyType(
@@ -62,15 +64,68 @@ class TensorBytes:
         return memoryview(self.data).nbytes
 
 
+class HeldWeights(Mapping[str, TensorBytes], ABC):
+    """A consistent copy of the weights in memory that is used again: a device's, say. As a mapping it is what `host` gives.
+
+        held ── host() ──► read ── release() ──► given back
+          └── a newer copy needs the memory, or release() ──► given back
+
+    Invariant: from `host` to `release` nobody writes the bytes. Any thread may call any method.
+    """
+
+    plain: bool = False
+    """`digest` is `weights_digest` of the bytes; otherwise it is one that only digests of its own kind compare with."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Equal for equal weights. Blocks; only before `host` or anybody else gives the memory back."""
+
+    @abstractmethod
+    def host(self, dtype: str = "") -> Mapping[str, TensorBytes] | None:
+        """The bytes in host memory, until `release`; None if the memory was given back, so that a newer copy exists or is being made. Blocks.
+
+        `dtype`: the type that floats are wanted in (see `weightsync.cast`), if the copy is not `plain` and that is cheaper here; the caller casts what is left.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """The bytes are not needed any more, and views of them must not be used. Again, it changes nothing."""
+
+    def __getitem__(self, name: str) -> TensorBytes:
+        return self._there()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._there())
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+    def _there(self) -> Mapping[str, TensorBytes]:
+        found = self.host()
+        if found is None:
+            raise WeightError("this copy of the weights was given back: call host() before a newer one is made")
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
     """The weights of one version. Nobody changes the bytes any more."""
 
     version: Version
     tensors: Mapping[str, TensorBytes]
-    """By Hugging Face parameter name; tied weights once."""
+    """By Hugging Face parameter name; tied weights once. `HeldWeights` belong to whom they are handed to."""
     digest: str = ""
     """`weights_digest(tensors)` if the caller has it already; empty: the store computes it."""
+
+    def release(self) -> None:
+        """Give back memory that is used again; nothing happens to any other."""
+        if isinstance(self.tensors, HeldWeights):
+            self.tensors.release()
+
+
+def digest_of(tensors: Mapping[str, TensorBytes]) -> str:
+    """What a step's weights are known by: `weights_digest`, or that of the device where they are."""
+    return tensors.digest() if isinstance(tensors, HeldWeights) else weights_digest(tensors)
 
 
 def weights_digest(tensors: Mapping[str, TensorBytes]) -> str:

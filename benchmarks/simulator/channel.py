@@ -66,8 +66,8 @@ class Channel:
                 past = (*facts.superseded, facts.boot)[-16:]
             facts = self.facts[engine] = Facts(boot, superseded=past)
             for table in (self.pins, self.held, self.claims):
-                for name in (engine, f"{engine}/serving", f"{engine}/target"):
-                    table.pop(name, None)
+                for name in [name for name in table if name.partition("/")[0] == engine]:
+                    del table[name]
         assert facts is not None
         facts.expires = now + TTL_MS
         if facts.version is not None:
@@ -94,6 +94,7 @@ class Channel:
             facts.state = EngineState.ROUTABLE
         self.pins[f"{engine}/serving"] = (version, now + PIN_MS)
         self.pins.pop(f"{engine}/target", None)
+        self.pins.pop(f"{engine}/applying/{version}", None)
         return True
 
     def mark_unfit(self, engine: str, boot: str) -> bool:
@@ -137,12 +138,12 @@ class Channel:
             facts.target = newest
         return Look(state=facts.state, newest=newest, acked=facts.version)
 
-    def pause(self, now: int, engine: str, boot: str, owner: str, *, most: int, valid_ms: int, idle: bool) -> bool:
+    def pause(self, now: int, engine: str, boot: str, owner: str, version: Version, *, most: int, valid_ms: int, idle: bool) -> bool:
         lock = self.locks.get(engine)
         if "reconciler_lock" in self.keeps and (lock is None or lock[:2] != (boot, owner)):
             raise Superseded(f"engine {engine}: its reconciler lost its lock")
         facts = self.facts.get(engine)
-        if facts is None:
+        if facts is None or facts.expires <= now or version not in self.digests:
             return False
         if not idle:
             holds, ahead = 0, 0
@@ -161,7 +162,10 @@ class Channel:
                 self.claims[engine] = now + CLAIM_MS
                 return False
             self.held[engine] = now + valid_ms
+            facts.expires = max(facts.expires, now + CLAIM_MS)
         self.claims.pop(engine, None)
+        if "pins_what_it_applies" in self.keeps:
+            self.pins[f"{engine}/applying/{version}"] = (version, now + max(valid_ms, PIN_MS))
         self.locks[engine] = (boot, owner, now + valid_ms)
         return True
 

@@ -205,15 +205,15 @@ class Reconciler:
                         self.core.prepared(version)
                     else:
                         self.core.prepare_failed(self.now)
-                case Pause(_):
-                    yield from self._pause()
+                case Pause(version):
+                    yield from self._pause(version)
                 case Apply(version):
                     yield from self._apply(version)
 
-    def _pause(self) -> Steps[None]:
+    def _pause(self, version: Version) -> Steps[None]:
         idle, most, self._asked_at = self.engine.running == 0, self.world.scenario.max_paused, self.now
         granted = yield from self._ask(
-            "pause", lambda channel, now: channel.pause(now, *self.who, most=most, valid_ms=int(PAUSE_VALID_S * 1000), idle=idle), idle
+            "pause", lambda channel, now: channel.pause(now, *self.who, version, most=most, valid_ms=int(PAUSE_VALID_S * 1000), idle=idle), str(version), idle
         )
         if granted:
             self._holds_pause = not idle

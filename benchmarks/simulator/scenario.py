@@ -34,6 +34,8 @@ CLIENT_RULES = {
     "version_floor": "V3: an engine never goes back within an incarnation",
     "acks_forward": "V3: the registry refuses an older ack",
     "pins": "W5: what an engine serves or applies is not deleted",
+    "pins_what_it_applies": "W5: what an engine is paused for is pinned by its own name, whatever a late look goes for",
+    "own_leftovers": "T1: a trainer that was replaced deletes no version of its successor",
     "pointer_again": "R1: a pointer that fell back is published again",
     "acks_again": "R1: an ack that the registry forgot is made again",
     "resume_ahead": "R1: a trainer that comes back knows by its disk that the ledger lost writes",

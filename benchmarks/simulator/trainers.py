@@ -9,7 +9,7 @@ trainer tells it what it knows, drops the step under way and goes on (rule R1).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from benchmarks.simulator.disk import Saved, history_of
@@ -20,6 +20,7 @@ from buffer.contract import Attachment, Blocked, CheckpointRef, ChunkRecord, His
 from buffer.ledger import Known, PureLedger
 from buffer.ledger_state import payload_name
 from buffer.witness import WitnessLine
+from consumer.mending import beyond
 from protocol.errors import Fenced, LedgerRegressed, PayloadLost, RollstreamError, RunEnded, StepOrder, WeightError
 from protocol.messages import Edge, EngineState, GroupHeader
 from protocol.versions import Fork, Lineage, Version
@@ -88,13 +89,16 @@ class Trainer(Process):
     def _life(self) -> Steps[None]:
         world, server = self.world, self.world.server
         yield 0.05
+        on_disk = [
+            saved.reference for saved in world.disk.checkpoints.values()
+        ]  # first: what another trainer saves after the look at the ledger proves nothing
         status = yield from self.ask("status", lambda _: server.pure.status(server.now_ms))
         if world.mischief.springs(self, "status read"):
             yield 0.001
         if status.state is RunState.DRAINING and world.ending:
             world.left(self)
             return
-        registered = yield from self._registered(status)
+        registered = yield from self._registered(status, on_disk)
         reference = world.choose_checkpoint(registered)
         if reference is not None:
             saved = world.saved(reference)
@@ -105,7 +109,8 @@ class Trainer(Process):
             yield 0.001
         self._sweep(registered if reference is not None else ())
         manifests = yield from self.ask("versions", lambda _: set(server.channel.digests))
-        for orphan in [version for version in world.disk.published if version not in manifests]:
+        newest = self.incarnation if "own_leftovers" in world.keeps else max(self.incarnation, world.disk.newest_incarnation())
+        for orphan in [version for version in world.disk.published if version.incarnation <= newest and version not in manifests]:
             del world.disk.published[orphan]
         self._publisher_thread = self.spawn("publish", self._publisher())
         if world.scenario.settings.spill:
@@ -119,14 +124,16 @@ class Trainer(Process):
                 yield from self._tell()
         yield from self._end()
 
-    def _registered(self, status: LedgerStatus) -> Steps[tuple[CheckpointRef, ...]]:
-        """What may be resumed from. A checkpoint on the disk of a later incarnation than the ledger's, or a later step of it, tells that it lost writes."""
-        world, server, registered = self.world, self.world.server, status.checkpoints
-        ahead = [name for name in world.disk.checkpoints if (name[1], name[0]) > (status.incarnation, status.trained)]
-        if not ahead or "resume_ahead" not in world.keeps:
-            return registered
+    def _registered(self, status: LedgerStatus, on_disk: Sequence[CheckpointRef]) -> Steps[tuple[CheckpointRef, ...]]:
+        """What may be resumed from, once the ledger knows of every checkpoint that is on the disk."""
+        world, server = self.world, self.world.server
+        gone = [one for one in status.checkpoints if one not in on_disk]
+        newer = beyond(status, on_disk, gone) if "resume_ahead" in world.keeps else None
+        saved = world.disk.checkpoints.get((newer.step, newer.incarnation)) if newer is not None else None
+        if saved is None:  # or another trainer has deleted it meanwhile
+            return status.checkpoints
         # In a name of its own, newer than any it has seen: told in the name of the trainer that saved it, which may live, it would take that one's steps back.
-        saved, mine = world.disk.checkpoints[max(ahead, key=lambda name: (name[1], name[0]))], max(world.disk.newest_incarnation(), status.incarnation) + 1
+        mine = max(world.disk.newest_incarnation(), status.incarnation) + 1
         lineage = Lineage({**saved.lineage.forks, mine: Fork(saved.incarnation, saved.weights.step)}, mine)
         told_as = f"{self.incarnation_id}.telling"
         history = history_of(saved.weights, saved.journal, lineage, told_as, world.disk)

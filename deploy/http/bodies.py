@@ -10,6 +10,7 @@ from buffer import bias as bias_report
 from deploy.snapshot import Picture
 from deploy.tally import Distribution
 from protocol.codec import to_json
+from protocol.messages import EngineStatus
 
 
 class Body(BaseModel):
@@ -49,6 +50,14 @@ class EngineLag(Body):
     engine_id: str
     version: str | None
     lag_steps: int | None = Field(description="Newest trained step minus the engine's; null: it serves no version of this run.")
+
+
+class EngineWeights(EngineLag):
+    state: str
+    target: str | None = Field(description="Version that it prepares or applies.")
+    transport: str = Field(description="What brought the version that it serves; another than weights.transport: that way broke.")
+    updates: int
+    paused_s: float
 
 
 class Staleness(Body):
@@ -155,14 +164,20 @@ class Bias(Body):
 class Weights(Body):
     newest: str | None
     digest: str | None
-    total_bytes: int | None
+    kind: str | None = Field(description="full, or delta: its files hold what changed since the version before.")
+    changed_share: float | None = Field(description="Of its elements, those that changed; null: it was published whole.")
+    total_bytes: int | None = Field(description="Of the tensors that its files hold.")
     trained: int
     publish_lag_steps: int | None = Field(description="Newest trained step minus the newest published one.")
     published: int
+    published_bytes: int
+    deltas: int = Field(description="Of those published, versions that hold only what changed.")
     applied: int
     pause_mean_s: float | None
     pause_max_s: float | None
-    engines: list[EngineLag]
+    engines: list[EngineWeights]
+    weight_servers: list[dict[str, object]] = Field(description="Processes that send versions to engines; staged: the newest that they can send.")
+    relays: list[dict[str, object]] = Field(description="Processes that keep versions whole in a machine's memory; version: the newest there.")
 
 
 class Members(Body):
@@ -265,14 +280,33 @@ def weights(picture: Picture) -> Weights:
     return Weights(
         newest=str(newest.version) if newest else None,
         digest=newest.digest if newest else None,
+        kind=newest.kind if newest else None,
+        changed_share=picture.changed_share,
         total_bytes=newest.total_bytes if newest else None,
         trained=_trained(picture),
         publish_lag_steps=picture.lag(newest.version) if newest else None,
         published=totals.published,
+        published_bytes=totals.published_bytes,
+        deltas=totals.deltas,
         applied=totals.applied,
         pause_mean_s=totals.pause_s / totals.applied if totals.applied else None,
         pause_max_s=totals.pause_max_s if totals.applied else None,
-        engines=_lags(picture),
+        engines=[_engine_weights(picture, status) for status in picture.engines],
+        weight_servers=[{**to_json(status)} for status in picture.weight_servers],
+        relays=[{**to_json(status)} for status in picture.relays],
+    )
+
+
+def _engine_weights(picture: Picture, status: EngineStatus) -> EngineWeights:
+    return EngineWeights(
+        engine_id=status.engine_id,
+        version=str(status.version) if status.version else None,
+        lag_steps=picture.lag(status.version),
+        state=status.state.value,
+        target=str(status.target) if status.target else None,
+        transport=status.transport,
+        updates=status.updates,
+        paused_s=status.paused_s,
     )
 
 

@@ -40,6 +40,7 @@ class _Collector(Collector):
             yield from self._ledger(picture)
             yield from self._training(picture)
             yield from self._engines(picture)
+            yield from self._weights(picture)
             yield from self._members(picture)
 
     def _watchdog(self, picture: Picture) -> Iterator[Metric]:
@@ -90,6 +91,7 @@ class _Collector(Collector):
             ("rollstream_put_tokens", "Trainable tokens stored.", totals.put_tokens),
             ("rollstream_published_versions", "Versions published.", totals.published),
             ("rollstream_published_bytes", "Bytes of weights published.", totals.published_bytes),
+            ("rollstream_published_deltas", "Versions published that hold only what changed.", totals.deltas),
             ("rollstream_applied_versions", "Updates that engines took.", totals.applied),
             ("rollstream_engine_pause_seconds", "Seconds engines were paused for updates.", totals.pause_s),
         ):
@@ -125,6 +127,39 @@ class _Collector(Collector):
                 if (value := value_of(status)) is not None:
                     family.add_metric([self._run, status.engine_id], value)
             yield family
+
+    def _weights(self, picture: Picture) -> Iterator[Metric]:
+        """How versions reach engines. An alarm: an engine whose transport is not the configured one, a carrier that is behind the pointer."""
+        newest = picture.newest
+        if newest is not None:
+            yield self._gauge("rollstream_newest_version_step", "n of the newest version published.", newest.version.n)
+            share = 1.0 if picture.changed_share is None else picture.changed_share
+            yield self._gauge("rollstream_newest_version_changed_ratio", "Share of its elements that it was published with.", share)
+        transports = self._family("rollstream_engine_transport", "1 for what brought the version an engine serves.", "engine", "transport")
+        for status in picture.engines:
+            if status.transport:
+                transports.add_metric([self._run, status.engine_id, status.transport], 1.0)
+        yield transports
+        staged = self._family("rollstream_weight_server_staged_step", "n of the newest version that it can send.", "server", "backend")
+        groups = self._family("rollstream_weight_server_engines", "Engines that it is connected to.", "server", "backend")
+        sent = self._family("rollstream_weight_server_sent_bytes", "Bytes sent to engines since its start.", "server", "backend")
+        for server in picture.weight_servers:
+            labels = [self._run, server.server_id, server.backend]
+            if server.staged is not None:
+                staged.add_metric(labels, server.staged.n)
+            groups.add_metric(labels, server.groups)
+            sent.add_metric(labels, server.sent_bytes)
+        yield from (staged, groups, sent)
+        whole = self._family("rollstream_relay_version_step", "n of the newest version that is whole there.", "relay")
+        fetched = self._family("rollstream_relay_fetched_bytes", "Bytes read from the store since its start.", "relay")
+        made = self._family("rollstream_relay_versions", "Versions since its start, by how they were made.", "relay", "kind")
+        for relay in picture.relays:
+            if relay.version is not None:
+                whole.add_metric([self._run, relay.relay_id], relay.version.n)
+            fetched.add_metric([self._run, relay.relay_id], relay.fetched_bytes)
+            made.add_metric([self._run, relay.relay_id, "delta"], relay.deltas)
+            made.add_metric([self._run, relay.relay_id, "full"], relay.fulls)
+        yield from (whole, fetched, made)
 
     def _members(self, picture: Picture) -> Iterator[Metric]:
         yield self._gauge("rollstream_producers", "Producers that are here.", len(picture.producers))

@@ -12,12 +12,16 @@ from deploy.config import UpConfig
 from deploy.redis_server import ServerCommand
 from deploy.up.supervisor import Child, Role
 from protocol.daemon import SUPERVISED
+from weightsync.config import WeightsConfig, is_url
 
 _MODULES = {
     Role.ENGINE: ("deploy.cli", "engine"),
     Role.PRODUCER: ("producer.main",),
     Role.TRAINER: ("consumer.main",),
+    Role.RELAY: ("deploy.cli", "relay"),
+    Role.WEIGHT_SERVER: ("deploy.cli", "weight-server"),
 }
+_INDEXED = (Role.ENGINE, Role.PRODUCER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class Plan:
             assert self.redis is not None
             return self.redis.argv
         command = [sys.executable, "-m", *_MODULES[child.role], "-c", str(self.config_file)]
-        if child.role is not Role.TRAINER:
+        if child.role in _INDEXED:
             command += ["--index", str(child.index)]
         for item in self.sets:
             command += ["--set", item]
@@ -64,9 +68,19 @@ def plan(config: UpConfig, config_file: Path, sets: Sequence[str], *, redis: Ser
         children=(
             *([Child(Role.REDIS)] if redis is not None else []),
             Child(Role.TRAINER),
+            *_carriers(config.weights),
             *(Child(Role.ENGINE, index) for index in range(config.engine.count)),
             *(Child(Role.PRODUCER, index) for index in range(config.producer.count)),
         ),
         redis=redis,
         threads={Role.ENGINE: config.engine.torch_threads, Role.TRAINER: config.trainer.torch_threads},
     )
+
+
+def _carriers(weights: WeightsConfig) -> tuple[Child, ...]:
+    """Who moves versions between the store and the engines of this machine, beside the engines' own hosts."""
+    if weights.transport in ("gloo", "nccl", "ipc"):
+        return (Child(Role.WEIGHT_SERVER),)
+    if weights.transport == "delta" or is_url(weights.store):
+        return (Child(Role.RELAY),)
+    return ()

@@ -9,7 +9,8 @@ The end goes by role, in `STOP_ORDER`: the trainer drains while producers and en
 Exit codes of a child: 0 from the trainer begins the end; 2 is never restarted and ends the run with that child's message; 3, another process has its place,
 is never restarted either: a trainer's ends what runs here, with exit code 1 and without a summary, as the run goes on elsewhere, and an engine's changes
 nothing else; 75 is restarted for ever; anything else is a failure, and more than `Policy.max_failures` of them in a row, none of which lived
-`Policy.healthy_s`, end the run. A child that had to be killed makes the run's own exit code 1.
+`Policy.healthy_s`, end the run. A relay or a weight server that fails so is restarted for ever: engines take versions from the store meanwhile. A child
+that had to be killed makes the run's own exit code 1.
 
 >>> core = Supervisor([Child(Role.TRAINER), Child(Role.ENGINE)], Policy(), Random(0))
 >>> [str(command) for command in core.begin(0.0)]
@@ -39,9 +40,18 @@ class Role(StrEnum):
     ENGINE = "engine"
     PRODUCER = "producer"
     TRAINER = "trainer"
+    RELAY = "relay"
+    WEIGHT_SERVER = "weight-server"
 
 
-STOP_ORDER = (Role.TRAINER, Role.PRODUCER, Role.ENGINE, Role.REDIS)
+STOP_ORDER = (Role.TRAINER, Role.PRODUCER, Role.ENGINE, Role.RELAY, Role.WEIGHT_SERVER, Role.REDIS)
+_SPARED = frozenset({Role.RELAY, Role.WEIGHT_SERVER})
+"""A run goes on without them."""
+
+
+_STOP_S = MappingProxyType({
+    Role.TRAINER: 90.0, Role.PRODUCER: 20.0, Role.ENGINE: 15.0, Role.RELAY: 10.0, Role.WEIGHT_SERVER: 10.0, Role.REDIS: 20.0,
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,9 +129,7 @@ class Policy:
     """Before a child is started again that left in good order while the trainer still runs: it may know of the run's end before we do."""
     alone_s: Mapping[Role, float] = field(default_factory=lambda: MappingProxyType({Role.PRODUCER: 180.0, Role.ENGINE: 20.0}))
     """After a drained run these leave by themselves; we wait so long before we ask."""
-    stop_s: Mapping[Role, float] = field(
-        default_factory=lambda: MappingProxyType({Role.TRAINER: 90.0, Role.PRODUCER: 20.0, Role.ENGINE: 15.0, Role.REDIS: 20.0})
-    )
+    stop_s: Mapping[Role, float] = field(default_factory=lambda: _STOP_S)
     """From SIGTERM to SIGKILL."""
 
 
@@ -221,7 +229,7 @@ class Supervisor:
         life.failures = 0 if lived >= self._policy.healthy_s or code == EXIT_DRAINED else life.failures
         if code not in (EXIT_DRAINED, EXIT_TRY_AGAIN):
             life.failures += 1
-        if life.failures > self._policy.max_failures:
+        if life.failures > self._policy.max_failures and child.role not in _SPARED:
             life.phase = Phase.DONE
             return self._end(_Why.FAULT, EXIT_FAULT, f"{child} failed {life.failures} times in a row, last with exit {code}:\n{message}".rstrip(), now)
         life.phase, life.since = Phase.WAITING, now

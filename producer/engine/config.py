@@ -18,6 +18,8 @@ class EngineConfig(Section):
     max_length: int = Field(0, ge=0, description="Tokens of prompt and response in one slot. 0: what [rollout] allows, at most the model's context.")
     max_queued: int = Field(8192, ge=1, description="Requests that may wait for a slot; one more is answered with 503.")
     torch_threads: int = Field(1, ge=1, description="CPU threads of the embedded engine's torch.")
+    pace_s: float = Field(0.0, ge=0, description="For benchmarks: a decode step begins every so many seconds at most. 0: as fast as it can.")
+    apply_delay_factor: float = Field(1.0, ge=1, description="For benchmarks and tests: weights take so many times as long to load.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of weights, activations and KV cache of the embedded engine.")
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -26,19 +27,21 @@ from buffer.contract import RunState
 from buffer.redis_ledger import RedisLedger
 from producer.config import EvalConfig
 from producer.engine.config import EngineConfig
+from producer.engine.key import engine_key
 from protocol.config import ModelConfig, RedisConfig, RolloutConfig, RunConfig, Tree
 from protocol.connection import Client, check_server, connect
-from protocol.errors import ConfigError, RollstreamError, RunMissing
+from protocol.errors import EXIT_FAULT, ConfigError, RollstreamError, RunMissing
 from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus, ProducerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Topic, Wakeups, wakeups
 from weightsync.channel import Channel
-from weightsync.config import WeightsConfig, store_folder
+from weightsync.config import WeightsConfig, is_url, relay_folder, store_folder
 from weightsync.control import EngineControl
 from weightsync.reconciler import Reconciler
 from weightsync.registry import BEAT_S, Registry
-from weightsync.store import DirectoryStore
+from weightsync.store import VersionStore, open_store
+from weightsync.transports.choose import make_transports
 
 if TYPE_CHECKING:
     from producer.engine.embedded.server import EmbeddedEngine
@@ -50,6 +53,10 @@ _FINISH_S = 5.0
 """Requests under way when the host stops have so long to finish; then they are aborted."""
 _LEAVE_S = 3.0
 _FIRST_CONTACT_S = 3.0
+_SILENT_UPDATES = 2
+"""So many updates in a row that the engine answered and wrote nothing after: its process ends. One may be a machine that is too busy."""
+_END_S = 10.0
+"""What such a process has to end by itself."""
 
 
 class EngineHostConfig(Tree):
@@ -71,15 +78,16 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
     leaves the registry, the last to leave a run that drains clears its versions from shared memory, the server closes.
 
     Raises: `ConfigError` for a model that cannot be served, a port that is taken or a kind that is not there; `RedisUnavailable`; `Superseded` when another
-    process took this engine's place; `EngineFault` when the engine breaks.
+    process took this engine's place; `EngineFault` when the engine breaks, or takes updates and writes nothing: the process ends then, whatever hangs in it.
     """
     _check(config, index)
+    store = await asyncio.to_thread(open_store, config.weights, config.run)
     await _first_contact(config.redis.url)
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
         boot_nonce = uuid.uuid4().hex[:16]
         async with _engine(config, index, boot_nonce) as engine, aiohttp.ClientSession() as session, wakeups(client, Keys(config.run.name)) as waker:
-            host = _Host(config=config, index=index, boot_nonce=boot_nonce, engine=engine, session=session, client=client, waker=waker)
+            host = _Host(config=config, index=index, boot_nonce=boot_nonce, engine=engine, store=store, session=session, client=client, waker=waker)
             await host.run(stop)
     finally:
         await client.aclose()
@@ -119,6 +127,7 @@ async def _engine(config: EngineHostConfig, index: int, boot_nonce: str) -> Asyn
     """The embedded engine, listening, with base weights that are called after this boot (rule W3). Imports torch here."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("ROLLSTREAM_GROUP_TIMEOUT_S", str(config.weights.group_deadline_s))
     try:
         import torch
 
@@ -137,6 +146,9 @@ async def _engine(config: EngineHostConfig, index: int, boot_nonce: str) -> Asyn
         port=settings.port + index if settings.port else 0,
         seed=_sampling_seed(config.run.seed, index, boot_nonce),
         max_queued=settings.max_queued,
+        api_key=engine_key(),
+        pace_s=settings.pace_s,
+        apply_delay_factor=settings.apply_delay_factor,
     ) as engine:
         yield engine
 
@@ -156,6 +168,7 @@ class _Host:
         index: int,
         boot_nonce: str,
         engine: EmbeddedEngine,
+        store: VersionStore,
         session: aiohttp.ClientSession,
         client: Client,
         waker: Wakeups,
@@ -170,13 +183,24 @@ class _Host:
         self._producers: Presence[ProducerStatus] = Presence(client, keys, "producer", ProducerStatus)
         self._waker = waker
         self._started = time.monotonic()
+        control = EngineControl(session, engine.url, api_key=engine_key())
         self._reconciler = Reconciler(
             self._id,
             boot_nonce,
-            control=EngineControl(session, engine.url),
+            control=control,
             channel=Channel(client, keys),
             registry=self._registry,
-            store=DirectoryStore(store_folder(config.weights, config.run)),
+            transports=make_transports(
+                config.weights,
+                store=store,
+                control=control,
+                session=session,
+                client=client,
+                keys=keys,
+                engine_id=self._id,
+                boot_nonce=boot_nonce,
+                folder=relay_folder(config.weights, config.run),
+            ),
             config=config.weights,
             wakeups=waker,
             idle=lambda: engine.idle,
@@ -202,12 +226,15 @@ class _Host:
         opens the run, and writes its own. A store on disk stays: it may lie in a folder of the user's.
         """
         weights, run = self._config.weights, self._config.run
-        folder = store_folder(weights, run)
-        if weights.store or folder.is_relative_to(run.folder):
+        folders = [] if is_url(weights.store) or weights.store else [store_folder(weights, run)]
+        folders += [] if weights.relay else [relay_folder(weights, run)]
+        folders = [folder for folder in folders if not folder.is_relative_to(run.folder)]
+        if not folders:
             return
         if await self._registry.engines() or await self._producers.members() or await self._run_state() is not RunState.DRAINING:
             return
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        for folder in folders:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _say_goodbye(self, reason: str) -> None:
         async with asyncio.timeout(_LEAVE_S):
@@ -233,8 +260,13 @@ class _Host:
             fault.cancel()
 
     async def _beat(self) -> None:
-        """Renew the registration, for as long as the host lives."""
+        """Renew the registration, for as long as the host lives. Raises: `EngineFault` for an engine that hangs (rule W6)."""
         while True:
+            if self._reconciler.totals.silent >= _SILENT_UPDATES:
+                from producer.engine.embedded.worker import EngineFault  # brings torch, which is here by now
+
+                _end_by_force(_END_S)
+                raise EngineFault(f"{_SILENT_UPDATES} updates in a row were answered, and no token came after them: the engine hangs")
             await self._registry.beat(self._status(EngineState.STARTING))
             await asyncio.sleep(BEAT_S)
 
@@ -293,4 +325,13 @@ class _Host:
             updates=counters.updates,
             host=socket.gethostname(),
             pid=os.getpid(),
+            transport=self._reconciler.totals.transport,
+            span_lag=self._reconciler.span_lag,
         )
+
+
+def _end_by_force(after_s: float) -> None:
+    """A thread that hangs in a call would keep this process, and its place in the run, for ever."""
+    timer = threading.Timer(after_s, os._exit, (EXIT_FAULT,))
+    timer.daemon = True
+    timer.start()

@@ -206,7 +206,9 @@ async def serve_newest(client: Client, keys: Keys) -> None:
         while True:
             mark = waker.mark(Topic.WEIGHTS)
             await registry.beat(status)
-            if (newest := await channel.newest_version()) is not None and newest != acked:
+            newest = await channel.newest_version()
+            gone_back = acked is not None and newest is not None and newest.incarnation == acked.incarnation and newest < acked  # Redis lost the pointer's way
+            if newest is not None and newest != acked and not gone_back:
                 await registry.ack("e0", "n0", newest)
                 acked = newest
             await waker.wait(Topic.WEIGHTS, since=mark)

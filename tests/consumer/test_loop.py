@@ -30,6 +30,7 @@ from protocol.identity import identify
 from protocol.keys import Keys
 from protocol.messages import Edge, Manifest, TrainerStatus
 from protocol.presence import Presence
+from protocol.versions import Version
 from weightsync.channel import Channel
 from weightsync.snapshot import Snapshot
 from weightsync.store import DirectoryStore
@@ -207,6 +208,34 @@ async def test_a_checkpoint_wanted_while_an_older_one_is_written_is_written_too(
     async with asyncio.timeout(60):
         await trained(config, redis)
     assert (await RedisLedger(redis, keys).status()).trained == 6
+
+
+async def test_versions_are_cast_and_told_as_changes_while_steps_are_known_by_the_weights_themselves(
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]
+):
+    """Against a run that publishes every step as it is: the same weights, to the bit."""
+    plain = configured(make_config(stop__steps=6))
+    producing(keys)
+    await trained(plain, redis)
+    digests = [line.digest for line in read_witness(plain.run.folder / "witness.jsonl")]
+
+    weights = {"weights__transport": "delta", "weights__dtype": "bfloat16", "weights__publish_every": 2, "weights__full_every": 3}
+    config = configured(make_config(f"{keys.run}-cast", stop__steps=6, **weights))
+    other = Keys(config.run.name)
+    producing(other)
+    await trained(config, redis)
+    assert [line.digest for line in read_witness(config.run.folder / "witness.jsonl")] == digests
+    newest = await Channel(redis, other).newest()
+    assert newest is not None
+    assert str(newest.version) == "1:6"
+    assert {entry.dtype for entry in newest.tensors} == {"BF16"}
+    assert newest.digest != digests[-1], "it describes what was published"
+
+    lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["snapshot_s"] > 0 for line in lines] == [step % 2 == 0 for step in range(1, 7)], "only what is published is copied"
+    assert all(0 < line["digest_s"] < line["train_s"] for line in lines)
+    assert all(line["publish_s"] > 0 for line in lines)
+    assert all(Version.parse(line["published"]).n % 2 == 0 for line in lines)
 
 
 async def test_a_publisher_that_fails_ends_the_trainer_before_it_waits_for_ever(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -16,22 +17,26 @@ import pytest_asyncio
 from buffer import redis_ledger
 from buffer.audit import read_audit
 from buffer.client import ProducerBuffer
-from buffer.contract import LedgerStatus
+from buffer.config import BufferConfig
+from buffer.contract import CheckpointRef, LedgerStatus
+from buffer.ledger import PureLedger
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
 from buffer.witness import WitnessLine, read_witness
+from consumer.checkpoint import checkpoints_on_disk
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
 from consumer.loop import TrainingLoop
-from consumer.mending import Mender
+from consumer.mending import Mender, beyond, swept
 from deploy.redis_server import server_command, wait_ready
 from protocol.codec import encode_group
 from protocol.config import validate
 from protocol.connection import Client, connect
 from protocol.errors import DecodeError, LedgerRegressed, RedisUnavailable, RunEnded, RunMissing, SlotLost
 from protocol.failpoints import Failpoint
-from protocol.identity import identify
+from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
+from protocol.versions import Fork, Lineage
 from protocol.wakeups import Topic, wakeups
 from weightsync.channel import Channel
 
@@ -243,6 +248,50 @@ async def test_a_resumed_trainer_tells_the_ledger_of_the_checkpoint_that_it_lost
     status = await RedisLedger(client, keys).status()
     assert status.lineage.forks[2].step == 8
     assert str(await Channel(client, keys).newest_version()) == "2:12"
+
+
+async def test_a_resumed_trainer_goes_on_from_checkpoints_whose_registration_alone_was_lost(
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step is still trained in the ledger, and those that it has registered were deleted for the ones that it has not."""
+    config = run(stop__steps=7)
+    keys, register = Keys(config.run.name), RedisLedger.checkpoint
+
+    async def held(self: RedisLedger, incarnation: int, checkpoint: CheckpointRef, *, keep: int) -> tuple[CheckpointRef, ...]:
+        if checkpoint.step == 6:
+            await reached(client, keys, 7)
+            await server.remember()
+        return await register(self, incarnation, checkpoint, keep=keep)
+
+    async with asyncio.timeout(100), around(client, keys, sampler):
+        with monkeypatch.context() as patch:
+            patch.setattr(RedisLedger, "checkpoint", held)
+            await train(config, client)
+        await server.go_back()
+        status = await RedisLedger(client, keys).status()
+        assert (status.trained, [one.step for one in status.checkpoints]) == (7, [2, 4])
+        assert [one.step for one in checkpoints_on_disk(config.checkpoint_folder)] == [6, 7]
+        await train(run(stop__steps=10), client, new=False)
+        witness = await verdict(config, client, 10)
+    assert [(line.incarnation, line.step) for line in witness] == [(1, step) for step in range(1, 8)] + [(2, step) for step in range(8, 11)]
+
+
+def test_files_that_are_gone_prove_a_loss_only_where_later_ones_are_there(tmp_path: Path) -> None:
+    """Registered are 2 and 4 of seven trained steps."""
+    two, four, six = (CheckpointRef(step=step, incarnation=1, digest="", path=str(tmp_path / f"step-00000{step}-1")) for step in (2, 4, 6))
+    empty = PureLedger(RunIdentity(schema_major=1, seed=0, group_size=1, dataset="", tokenizer=""), BufferConfig()).status(0)
+    status = dataclasses.replace(empty, incarnation=1, trained=7, checkpoints=(two, four), lineage=Lineage({1: Fork(0, 0)}, 1))
+    for folder in (four, six):
+        Path(folder.path).mkdir()
+    assert swept(status, [two, four]) == ()
+    assert swept(status, [four, six]) == (two,)
+    assert swept(status, [six]) == (two,), "4 is where it was registered, which is not where this run looks for checkpoints"
+    assert beyond(status, [two, four, six]) is None, "saved, and its trainer died before it could register it"
+    assert beyond(status, [four, six], [two]) == six
+    assert beyond(status, [four], [two]) is None
+    later = dataclasses.replace(status, incarnation=3, lineage=Lineage({1: Fork(0, 0), 2: Fork(1, 4), 3: Fork(1, 7)}, 3))
+    assert beyond(later, [four, dataclasses.replace(six, incarnation=2)], [two]) is None, "it is of a line that was given up"
+    assert beyond(later, [four, six], [two]) == six
 
 
 async def test_a_trainer_that_died_while_it_told_the_ledger_again_is_followed_by_one_that_does(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import transformers
 
 from buffer.contract import StepRecord
 from consumer.advantages import group_std
+from consumer.backend import digest_now
 from consumer.batch import ChunkBatch, collate, micro_batches
 from consumer.torch_backend import TorchBackend
 from protocol.errors import ConfigError, RollstreamError
@@ -181,6 +182,31 @@ def test_the_snapshot_has_exactly_the_names_of_the_saved_model(make_backend: Mak
         with open_tensors(path / "model.safetensors") as tensors:
             assert {name: (t.dtype, t.shape) for name, t in tensors.items()} == {name: (t.dtype, t.shape) for name, t in backend.snapshot().items()}
             assert weights_digest(tensors) == weights_digest(backend.snapshot())
+
+
+def test_weights_are_known_by_the_same_digest_copied_or_not(make_backend: Make, untied_model_path: Path):
+    for backend in (make_backend(), make_backend(untied_model_path)):
+        held = backend.snapshot()
+        assert backend.digest() == digest_now(backend) == held.digest() == weights_digest(held) == weights_digest(backend.capture().weights)
+        before = held.digest()
+        with torch.no_grad():
+            next(iter(backend._parameters.values()))[0, 0] += 1
+        assert backend.digest() != before
+        assert weights_digest(held) == before
+
+
+class _Plain:
+    """A backend of somebody's own that has only what it must."""
+
+    def __init__(self, inner: TorchBackend) -> None:
+        self.snapshot = inner.snapshot
+
+
+def test_a_backend_without_a_digest_of_its_own_is_known_by_its_copy_which_is_given_back(make_backend: Make):
+    inner = make_backend()
+    assert digest_now(cast("Any", _Plain(inner))) == inner.digest()
+    assert inner._buffers is not None
+    assert len(inner._buffers._free) == 1
 
 
 def test_a_checkpoint_of_another_model_is_refused(make_backend: Make, untied_model_path: Path):

@@ -37,6 +37,9 @@ def test_every_command_of_the_design_has_help(capsys: pytest.CaptureFixture[str]
     for words in (
         ["up"],
         ["engine"],
+        ["relay"],
+        ["weight-server"],
+        ["bench"],
         ["serve"],
         ["redis"],
         ["status"],
@@ -286,3 +289,15 @@ async def test_a_redis_by_hand_prints_its_url_and_leaves_with_exit_0(tmp_path: P
     process.terminate()
     await process.communicate()
     assert process.returncode == 0
+
+
+def test_a_benchmark_outside_a_checkout_says_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "buffer"]) == 2
+    assert "in the root of a checkout" in capsys.readouterr().err
+
+
+def test_a_benchmark_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(ROOT)
+    assert main(["bench", "weights", "--help"]) == 0
+    assert "benchmarks.weights" in capfd.readouterr().out

@@ -81,6 +81,26 @@ def test_a_child_that_cannot_live_ends_the_run_with_its_last_words():
     assert "no memory" in finish.message
 
 
+@pytest.mark.parametrize("role", [Role.RELAY, Role.WEIGHT_SERVER])
+def test_a_run_goes_on_without_who_only_makes_weights_faster(role: Role):
+    carrier = Child(role)
+    core, now = make([*EVERYONE, carrier]), 0.0
+    for _ in range(POLICY.max_failures * 2):
+        assert core.exited(carrier, -9, now) == []
+        now = core.deadline() or now
+        assert names(core.tick(now)) == [f"start {carrier}"]
+
+
+def test_weights_are_carried_until_the_last_engine_has_left():
+    carriers = (Child(Role.RELAY), Child(Role.WEIGHT_SERVER))
+    core = make([REDIS, TRAINER, *carriers, ENGINES[0]])
+    core.stop(1.0)
+    assert core.exited(TRAINER, 0, 1.0) == [Terminate(ENGINES[0])]
+    assert core.exited(ENGINES[0], 0, 2.0) == [Terminate(carriers[0])]
+    assert core.exited(carriers[0], 0, 2.0) == [Terminate(carriers[1])]
+    assert core.exited(carriers[1], 0, 2.0) == [Settle()]
+
+
 def test_try_again_is_never_counted_as_a_failure():
     core, now = make(), 0.0
     for _ in range(POLICY.max_failures * 3):

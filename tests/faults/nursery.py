@@ -28,10 +28,10 @@ _SPAWNED_FDS = 4096
 
 
 @contextlib.contextmanager
-def nursery(folder: Path) -> Iterator[Path]:
-    """The socket of a nursery that is ready."""
+def nursery(folder: Path, modules: Sequence[str] = MODULES) -> Iterator[Path]:
+    """The socket of a nursery that is ready. `modules`: imported once, for all of its children; importing them may start no thread."""
     path = folder / "nursery.sock"
-    command = [sys.executable, "-m", "tests.faults.nursery", str(path)]
+    command = [sys.executable, "-m", "tests.faults.nursery", str(path), *modules]
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -48,6 +48,10 @@ class Forked:
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = pid
         self._ended = asyncio.create_task(self._read(reader, writer), name=f"nursery:{pid}")
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.done()
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
@@ -74,8 +78,8 @@ async def start(path: Path, module: str, arguments: Sequence[str], *, environ: M
 # -- the nursery itself: one thread, or a fork would copy locks that nobody opens again ------------------------------------------------------------
 
 
-def serve(path: Path) -> None:
-    for module in MODULES:
+def serve(path: Path, modules: Sequence[str]) -> None:
+    for module in modules:
         importlib.import_module(module)
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX)
@@ -139,4 +143,4 @@ def _become(request: Mapping[str, Any]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve(Path(sys.argv[1]), sys.argv[2:])

@@ -9,6 +9,7 @@ from typing import Any
 
 from protocol.failpoints import Failpoint
 from tests.faults.rounds import CHUNK, PRODUCERS, STEPS, TRAINER, B, Kill
+from tests.faults.weight_rounds import ENGINE_POINTS, RELAY_POINTS, SERVER_POINTS, VERSION_POINTS
 
 TRAINER_POINTS: Mapping[Failpoint, int] = {
     Failpoint.TRAINER_CREATED: 1,
@@ -47,6 +48,8 @@ PRODUCER_POINTS: Mapping[Failpoint, int] = {
 
 SPILL_POINTS: Mapping[Failpoint, int] = {Failpoint.SPILL_WRITTEN: 1, Failpoint.SPILL_SPILLED: 1}
 """With buffer.spill: what the oldest kept checkpoint covers goes there, at the latest as the trainer leaves."""
+WEIGHT_POINTS = frozenset({*ENGINE_POINTS, *SERVER_POINTS, *RELAY_POINTS, *VERSION_POINTS})
+"""Those of updates have rounds of their own."""
 ELSEWHERE = frozenset(
     {Failpoint.PRODUCER_SET, Failpoint.TRAINER_BEFORE_REASSERT, Failpoint.TRAINER_REASSERTING, Failpoint.TRAINER_REASSERTED},
 )

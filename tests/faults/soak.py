@@ -1,4 +1,4 @@
-"""Rounds by seed, until one fails: `python -m tests.faults.soak --rounds 300 --seed 1`.
+"""Rounds by seed: `python -m tests.faults.soak --rounds 300 --weight-rounds 40 --seed 1`. Whole runs under kill -9, then updates of weights.
 
 Prints the seed of a round that failed, who was killed where, what is wrong, and the tail of its events; exit code 1.
 """
@@ -17,6 +17,7 @@ from tests.faults.nursery import nursery
 from tests.faults.plans import Plan, loss_plan, random_plan
 from tests.faults.rounds import Round, RoundFailed
 from tests.faults.verdict import judge
+from tests.faults.weight_soak import soak_weights
 
 _LOSSES = 4
 """Of so many rounds one loses writes that Redis had acknowledged."""
@@ -52,13 +53,16 @@ async def soak(seeds: Iterator[int], nest: Path, *, jobs: int) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description="kill -9 of real processes, round after round.")
     parser.add_argument("--rounds", type=int, default=300, metavar="N")
+    parser.add_argument("--weight-rounds", type=int, default=40, metavar="N", help="kills in the middle of updates of weights, after the others")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the first round; the next ones count on from it")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="rounds at the same time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rs-nest-") as folder, nursery(Path(folder)) as nest:
         failed = asyncio.run(soak(iter(range(options.seed, options.seed + options.rounds)), nest, jobs=options.jobs))
+    stands = asyncio.run(soak_weights(options.weight_rounds, options.seed))
     print(f"{options.rounds} rounds, {len(failed)} failed{': ' if failed else ''}{', '.join(map(str, sorted(failed)))}")
-    return 1 if failed else 0
+    print(f"{options.weight_rounds} weight rounds, {len(stands)} stands failed{': ' if stands else ''}{', '.join(map(str, stands))}")
+    return 1 if failed or stands else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 
 from buffer.witness import WitnessLine
 from protocol.failpoints import Failpoint
-from tests.faults.plans import ELSEWHERE, PRODUCER_POINTS, SPILL_POINTS, TRAINER_POINTS, Plan, every_point, loss_plan, random_plan, redis_points
+from tests.faults.plans import ELSEWHERE, PRODUCER_POINTS, SPILL_POINTS, TRAINER_POINTS, WEIGHT_POINTS, Plan, every_point, loss_plan, random_plan, redis_points
 from tests.faults.rounds import CHUNK, KILLED, PRODUCERS, REDIS, SEED, TRAINER, Kill, Round, RoundFailed, client_of, has_ended
 from tests.faults.synthetic import group_of
 from tests.faults.verdict import judge
@@ -30,7 +30,7 @@ async def judged(folder: Path, plan: Plan, **options: Any) -> Round:
 
 
 def test_every_failpoint_has_its_round():
-    assert set(Failpoint) == {*TRAINER_POINTS, *PRODUCER_POINTS, *SPILL_POINTS, *ELSEWHERE}
+    assert set(Failpoint) == {*TRAINER_POINTS, *PRODUCER_POINTS, *SPILL_POINTS, *ELSEWHERE, *WEIGHT_POINTS}
 
 
 @pytest.mark.parametrize("plan", every_point(), ids=str)

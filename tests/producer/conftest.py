@@ -67,6 +67,8 @@ class StagedEngine:
     """(version, tokens) of each span."""
     texts: list[str] = dataclasses.field(default_factory=lambda: ["1234"])
     """Answered in turn."""
+    abort_at: list[int] = dataclasses.field(default_factory=list)
+    """The next answers are ended on purpose after so many tokens."""
     behave: Callable[[dict[str, Any]], str | int] = lambda _: "ok"
     requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     arrived: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -96,6 +98,8 @@ class StagedEngine:
             spans.append({"version": version, "start": at, "end": at + tokens})
             at += tokens
         ids = [(i % 10) + 2 for i in range(at)]
+        if self.abort_at:
+            return self._cut(ids, self.abort_at.pop(0))
         return {
             "text": self.texts[(len(self.requests) - 1) % len(self.texts)],
             "output_ids": ids,
@@ -106,6 +110,14 @@ class StagedEngine:
                 "output_token_logprobs": [[-0.5 - i / 8, token, None] for i, token in enumerate(ids)],
             },
         }
+
+    def _cut(self, ids: list[int], tokens: int) -> dict[str, Any]:
+        version = self.versions[0][0]
+        meta: dict[str, Any] = {"finish_reason": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}, "weight_version": version}
+        if tokens:
+            meta["weight_versions"] = [{"version": version, "start": 0, "end": tokens}]
+            meta["output_token_logprobs"] = [[-0.25, token, None] for token in ids[:tokens]]
+        return {"text": "", "output_ids": ids[:tokens], "meta_info": meta}
 
     def status(self) -> EngineStatus:
         return EngineStatus(engine_id=EngineId(self.id), boot_nonce=self.nonce, url=self.url, kind="embedded", state=EngineState.STARTING, capacity=8)

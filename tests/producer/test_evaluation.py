@@ -86,7 +86,7 @@ async def evaluation_of(stage: Any, **config: Any) -> Evaluation:
     prepared = await stage.create(daemon)
     pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
     await pool.refresh()
-    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=daemon.producer)
+    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=daemon.producer, decode=prepared.decode)
     assert prepared.held_out is not None
     return Evaluation(
         EvalConfig(path=str(held_out), **config),

@@ -44,7 +44,7 @@ async def test_a_first_evaluation_that_blocks_the_run_is_the_edge_it_reports_and
     presence = Told(stage.redis, stage.keys)
     loop = ProducerLoop(config.producer, ProducerStatus(producer_id="p"), presence=presence, slot_s=0.1, redis_deadline_s=5.0, stall_s=1e-6)
     pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0, on_status=loop.on_status)
-    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer)
+    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     sampling = Sampling(max_new_tokens=8)
     work = GroupWork(
         ProducerBuffer(stage.ledger, stage.wakeups, "o" * 16),

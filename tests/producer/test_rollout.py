@@ -30,7 +30,7 @@ from protocol.versions import Version
 async def maker_of(stage: Any, config: Any, prepared: Any, group_filter: GroupFilter = GroupFilter.NONE, **options: Any) -> tuple[GroupMaker, Sampler]:
     pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
     await pool.refresh()
-    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer)
+    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     maker = GroupMaker(sampler, Sampling(max_new_tokens=8), group_size=2, group_filter=group_filter, producer_id="p", owner="o" * 16, **options)
     return maker, sampler
 

@@ -37,7 +37,7 @@ class Bench:
 async def working(stage: Any, config: Any, prepared: Any, *, drain_s: float = 0.0, buffer: Any = None) -> AsyncIterator[Bench]:
     closing = asyncio.Event()
     pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
-    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer)
+    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     maker = GroupMaker(sampler, Sampling(max_new_tokens=8), group_size=2, group_filter=config.producer.filter, producer_id="p", owner="o" * 16)
     work = GroupWork(
         buffer or ProducerBuffer(stage.ledger, stage.wakeups, "o" * 16),

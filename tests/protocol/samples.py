@@ -26,6 +26,7 @@ from protocol.messages import (
     GroupTimings,
     Manifest,
     ProducerStatus,
+    RelayStatus,
     Rollout,
     RolloutGroup,
     Seq,
@@ -33,16 +34,23 @@ from protocol.messages import (
     Span,
     TensorEntry,
     TrainerStatus,
+    WeightServerStatus,
 )
 from protocol.versions import Version
 
-GOLDEN = Path(__file__).parent / "golden" / "1.1"
+GOLDEN = Path(__file__).parent / "golden" / "1.2"
 SINCE: dict[str, dict[str, frozenset[str]]] = {
     "1.1": {
         "blob_ref": frozenset(),
         "group_header": frozenset({"blobs", "sampled"}),
         "trainer_status": frozenset({"moved_at", "spill_problem", "spill_failing_since"}),
-    }
+    },
+    "1.2": {
+        "manifest": frozenset({"parent_version", "elements", "changed_elements"}),
+        "engine_status": frozenset({"transport", "span_lag"}),
+        "weight_server_status": frozenset(),
+        "relay_status": frozenset(),
+    },
 }
 """Schema → message → fields that it brought; none: the message is new as a whole."""
 
@@ -75,6 +83,9 @@ MANIFEST = Manifest(
     location="/dev/shm/rollstream-0/r/2-8",
     total_bytes=2688,
     created_at=1764460801.0,
+    parent_version=Version(2, 7),
+    elements=1344,
+    changed_elements=27,
 )
 ENGINE = EngineStatus(
     engine_id=EngineId("engine-0"),
@@ -95,6 +106,29 @@ ENGINE = EngineStatus(
     updates=7,
     host="node-1",
     pid=4242,
+    transport="delta",
+    span_lag=1,
+)
+WEIGHT_SERVER = WeightServerStatus(
+    server_id="node-1:4245",
+    url="http://node-1:41000",
+    device="cuda:0",
+    backend="nccl",
+    staged=Version(2, 8),
+    groups=3,
+    sent_bytes=15200000000,
+    host="node-1",
+    pid=4245,
+)
+RELAY = RelayStatus(
+    relay_id="node-1:4246",
+    folder="/dev/shm/rollstream-0/r-relay",
+    version=Version(2, 8),
+    fetched_bytes=15500000000,
+    deltas=12,
+    fulls=1,
+    host="node-1",
+    pid=4246,
 )
 PRODUCER = ProducerStatus(
     producer_id="producer-0:c4d1",
@@ -131,6 +165,8 @@ MESSAGES: dict[str, object] = {
     "engine_status": ENGINE,
     "producer_status": PRODUCER,
     "trainer_status": TRAINER,
+    "weight_server_status": WEIGHT_SERVER,
+    "relay_status": RELAY,
     "event": EVENT,
     "group_timings": HEADER.timings,
     "blob_ref": HEADER.blobs["experts"],

@@ -22,6 +22,21 @@ TAKEN_OVER = Bias(kinds=("kill at", "freeze at"), points=("paused", "loaded"), c
 HUNG_BOOT = Bias(kinds=("freeze at", "kill trainer", "resume older"), points=("status read",), count=12, scenario={"checkpoint_every": 1})
 LATE_ATTACH = Bias(message_rate=0.4, kinds=("kill trainer", "freeze trainer"), count=12)
 UPDATED_AT_ONCE = Bias(message_rate=0.2, settings={"pipeline_depth": 1.0}, scenario={"publish_every": 1, "mean_s": 1.0, "apply_s": 0.02})
+LATE_LOOKS = Bias(
+    message_rate=0.2,
+    kinds=("letters again",),
+    count=2,
+    settings={"groups_per_step": 1, "chunk_groups": 1, "pipeline_depth": 3.0, "max_staleness": 8},
+    scenario={"publish_every": 1, "keep_versions": 1, "engines": 3, "apply_s": 0.2, "train_s": 0.02, "mean_s": 0.2, "fail_rate": 0.0, "filter_rate": 0.0},
+)
+REPLACED = Bias(
+    message_rate=0.2,
+    kinds=("freeze at", "kill trainer"),
+    points=("attached",),
+    count=12,
+    settings={"pipeline_depth": 0.0},
+    scenario={"publish_every": 1},
+)
 
 CAUGHT: list[tuple[str, str, Bias]] = [
     # of the ledger
@@ -62,6 +77,8 @@ CAUGHT: list[tuple[str, str, Bias]] = [
     ("pause_limit", "W8", NO_BIAS),
     ("version_floor", "V3", FALLS),
     ("pins", "W5", NO_BIAS),
+    ("pins_what_it_applies", "W5", LATE_LOOKS),
+    ("own_leftovers", "I4", REPLACED),
 ]
 
 

@@ -22,11 +22,15 @@ from protocol.wakeups import Topic, Wakeups, wakeups
 from weightsync.channel import Channel
 from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
+from weightsync.dialect import dialect
+from weightsync.fallback import Transports
 from weightsync.reconciler import Reconciler
 from weightsync.registry import Registry
 from weightsync.safetensors_file import open_tensors, write_tensors
 from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
 from weightsync.store import DirectoryStore
+from weightsync.transports.contract import Transport
+from weightsync.transports.store import StoreTransport
 
 
 def make_snapshot(version: Version) -> Snapshot:
@@ -43,11 +47,19 @@ class ControlServer:
     """What SGLang answers to the control calls, on real weights in files; the next update fails as `stage` says.
 
     refuse: 400, weights untouched. refuse_softly: 200 with success false. half: weights changed, 400. hang: never answers. drop: closes the connection.
-    lie: success, nothing loaded. lie_token: success, but tokens carry the old version.
+    lie: success, nothing loaded. lie_token: success, but tokens carry the old version. silent: success, and no token ever after.
     """
 
-    def __init__(self, boot_nonce: str) -> None:
+    def __init__(self, boot_nonce: str, settings: dict[str, Any] | None = None) -> None:
+        """`settings`: what `/server_info` says; its version decides on sessions and spans as SGLang's does."""
         self.boot_nonce = boot_nonce
+        self.settings = settings or {"version": "embedded"}
+        known = dialect(self.settings)
+        self.sessions, self.spans = known.sessions or known.version == "embedded", known.spans
+        self.session = False
+        self.silent = False
+        self.flushes: deque[bool] = deque()
+        """Whether the next calls empty the cache; they do when nothing is staged."""
         self.version = self.token_version = f"boot:{boot_nonce}"
         self.digest = ""
         self.paused = False
@@ -74,6 +86,12 @@ class ControlServer:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/model_info", self._info)
+        app.router.add_get("/server_info", self._settings)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_post("/flush_cache", self._flush)
+        if self.sessions:
+            app.router.add_post("/begin_weight_update", self._begin)
+            app.router.add_post("/end_weight_update", self._end)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -138,6 +156,7 @@ class ControlServer:
             self.version = body["weight_version"]
         if stage == "half":
             return web.json_response({"success": False, "message": "weights partially updated"}, status=400)
+        self.silent = stage == "silent"
         if stage != "lie_token":
             self.token_version = self.version
         self.versions.append(self.version)
@@ -145,15 +164,40 @@ class ControlServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await self._note(request)
-        await self._going.wait()
+        await (self.closed if self.silent else self._going).wait()
         count = body["sampling_params"]["max_new_tokens"]
-        spans = [{"version": self.token_version, "start": 0, "end": count}]
-        meta = {"weight_version": self.token_version, "weight_versions": spans, "finish_reason": {"type": "length", "length": count}}
+        meta: dict[str, Any] = {"weight_version": self.token_version, "finish_reason": {"type": "length", "length": count}}
+        if self.spans:
+            meta["weight_versions"] = [{"version": self.token_version, "start": 0, "end": count}]
         return web.json_response({"text": "", "output_ids": [1] * count, "meta_info": meta})
 
     async def _info(self, request: web.Request) -> web.Response:
         await self._note(request)
         return web.json_response({"weight_version": self.version})
+
+    async def _settings(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        return web.json_response(self.settings)
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        return web.Response(status=503 if self.paused else 200)
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        return web.Response(text="Cache flushed.") if not self.flushes or self.flushes.popleft() else web.Response(text="busy", status=400)
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        opened, self.session = not self.session, True
+        message = "Success" if opened else "a weight update session is already open"
+        return web.json_response({"success": opened, "message": message}, status=200 if opened else 400)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        await self._note(request)
+        closed, self.session = self.session, False
+        message = "Success" if closed else "no weight update session is open"
+        return web.json_response({"success": closed, "message": message}, status=200 if closed else 400)
 
 
 class Rig:
@@ -180,17 +224,19 @@ class Rig:
     def snapshot(self, incarnation: int, n: int) -> Snapshot:
         return make_snapshot(Version(incarnation, n))
 
-    def server(self, boot_nonce: str) -> contextlib.AbstractAsyncContextManager[ControlServer]:
-        return ControlServer(boot_nonce).serving()
+    def server(self, boot_nonce: str, settings: dict[str, Any] | None = None) -> contextlib.AbstractAsyncContextManager[ControlServer]:
+        return ControlServer(boot_nonce, settings).serving()
 
-    def reconciler(self, engine_id: str, server: ControlServer, *, idle: bool = False, **settings: Any) -> Reconciler:
+    def reconciler(self, engine_id: str, server: ControlServer, *, idle: bool = False, primary: Transport | None = None, **settings: Any) -> Reconciler:
+        """`primary`: a way to try before the store."""
+        control = EngineControl(self.session, server.url)
         return Reconciler(
             engine_id,
             server.boot_nonce,
-            control=EngineControl(self.session, server.url),
+            control=control,
             channel=self.channel,
             registry=self.registry,
-            store=DirectoryStore(self.store.folder),
+            transports=Transports(primary, StoreTransport(DirectoryStore(self.store.folder), control)),
             config=WeightsConfig(**settings),
             wakeups=self.wakes,
             idle=lambda: idle,
@@ -198,10 +244,10 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def engine(
-        self, engine_id: str, boot: str = "b1", *, idle: bool = False, stage: tuple[str, ...] = (), **settings: Any
+        self, engine_id: str, boot: str = "b1", *, idle: bool = False, stage: tuple[str, ...] = (), about: dict[str, Any] | None = None, **settings: Any
     ) -> AsyncIterator[ControlServer]:
         """An engine with its reconciler."""
-        async with ControlServer(boot).serving() as server:
+        async with ControlServer(boot, about).serving() as server:
             server.stage.extend(stage)
             await self.registry.beat(self.status(engine_id, boot, server.url), ttl_s=60)
             async with self.running(self.reconciler(engine_id, server, idle=idle, **settings)):

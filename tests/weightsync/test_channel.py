@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from protocol.errors import Fenced, ManifestError, StepOrder, WeightError
+from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync.claim import Claim
-from weightsync.snapshot import Snapshot
+from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.store import DirectoryStore
 
 
@@ -114,6 +115,61 @@ async def test_collection_never_deletes_what_an_engine_serves_or_targets(rig: An
     assert store.versions() == (Version(1, 5),)
 
 
+async def test_what_an_engine_was_paused_for_stays_until_it_acks_whatever_a_late_look_goes_for(rig: Any, store: DirectoryStore):
+    await rig.publish(1, 0)
+    claim = await reader(rig, "e0")
+    await claim.look(None)
+    assert await claim.pause(Version(1, 0), most=1, valid_s=60, idle=True)
+    await rig.publish(1, 1)
+    await claim.look(None)  # sent before the pause, or a second time, and executed after it
+    await rig.publish(1, 2)
+    assert await rig.channel.collect(store, keep=1) == ()
+    assert store.versions() == (Version(1, 0), Version(1, 1), Version(1, 2))
+    await rig.registry.ack("e0", "b1", Version(1, 0), reconciler=claim.owner)
+    await rig.registry.ack("e0", "b1", Version(1, 2), reconciler=claim.owner)
+    await rig.channel.collect(store, keep=1)
+    assert store.versions() == (Version(1, 2),)
+
+
+async def test_a_late_pause_for_an_older_version_frees_nothing(rig: Any, store: DirectoryStore):
+    for n in (0, 1):
+        await rig.publish(1, n)
+    claim = await reader(rig, "e0")
+    await claim.look(None)
+    for n in (0, 1, 0):
+        assert await claim.pause(Version(1, n), most=1, valid_s=60, idle=False)
+    await rig.publish(1, 2)
+    await claim.look(None)
+    assert await rig.channel.collect(store, keep=1) == ()
+
+
+async def test_no_engine_is_paused_for_a_version_that_was_collected_before(rig: Any, store: DirectoryStore):
+    await rig.publish(1, 0)
+    claim = await reader(rig, "e0")
+    await claim.look(None)
+    await rig.publish(1, 1)
+    await claim.look(None)
+    assert await rig.channel.collect(store, keep=1) == (Version(1, 0),)
+    assert not await claim.pause(Version(1, 0), most=1, valid_s=60, idle=True)
+    assert not await claim.pause(Version(1, 0), most=1, valid_s=60, idle=False)
+    assert await claim.pause(Version(1, 1), most=1, valid_s=60, idle=False)
+
+
+@pytest.mark.parametrize("how", ["leaves", "restarts"])
+async def test_an_engine_that_is_gone_holds_nothing(rig: Any, how: str):
+    await rig.publish(1, 0)
+    claim, other = await reader(rig, "e0"), await reader(rig, "e0/applying/1:0")
+    for one in (claim, other):
+        await one.look(None)
+        assert await one.pause(Version(1, 0), most=2, valid_s=60, idle=False)
+    if how == "leaves":
+        await rig.registry.leave("e0", "b1")
+    else:
+        await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60)
+    left = set(await rig.redis.hkeys(rig.keys.weight_pins))
+    assert left == {b"e0/applying/1:0/target", b"e0/applying/1:0/applying/1:0"}
+
+
 async def test_a_pin_that_is_not_renewed_runs_out(rig: Any, store: DirectoryStore, redis: Any, keys: Any):
     await rig.publish(1, 0)
     await (await reader(rig, "r0")).look(None)
@@ -176,3 +232,81 @@ async def test_a_look_racing_a_collection_holds_or_finds_a_newer_version(rig: An
         stop.set()
     assert all(reader.result() > 0 for reader in readers)
     assert len(store.versions()) <= 4
+
+
+def chained(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], last: int) -> list[Manifest]:
+    """Version 1:0 whole and 1:1 to 1:last as deltas: the same weights but for one element."""
+    base = snapshot(Version(1, 0)).tensors
+    made = [store.write(Snapshot(version=Version(1, 0), tensors=base))]
+    for n in range(1, last + 1):
+        content = bytearray(base["model.embed.weight"].data)
+        content[4 * (n % 12)] ^= 1
+        tensors = {**base, "model.embed.weight": dataclasses.replace(base["model.embed.weight"], data=bytes(content))}
+        made.append(store.write_delta(Snapshot(version=Version(1, n), tensors=tensors), made[-1], base))
+        base = tensors
+    return made
+
+
+@pytest.fixture
+def large() -> Callable[[Version], Snapshot]:
+    """So large that a delta of one element is worth it."""
+
+    def make(version: Version) -> Snapshot:
+        return Snapshot(version=version, tensors={"model.embed.weight": TensorBytes(dtype="F32", shape=(1000,), data=bytes(4000))})
+
+    return make
+
+
+async def test_what_a_kept_delta_is_made_from_is_kept(rig: Any, store: DirectoryStore, large: Callable[[Version], Snapshot]):
+    await rig.attach(1, 20)
+    made = chained(store, large, 5)
+    for manifest in made:
+        await rig.channel.publish(manifest, 1)
+    assert await rig.channel.collect(store, keep=1) == ()
+    assert store.versions() == tuple(Version(1, n) for n in range(6))
+    await rig.publish(1, 6)
+    assert set(await rig.channel.collect(store, keep=1)) == {Version(1, n) for n in range(6)}
+    assert store.versions() == await rig.channel.versions() == (Version(1, 6),)
+
+
+async def test_what_a_pinned_delta_is_made_from_is_kept(rig: Any, redis: Any, keys: Any, store: DirectoryStore, large: Callable[[Version], Snapshot]):
+    await rig.attach(1, 20)
+    made = chained(store, large, 3)
+    for manifest in made[:3]:
+        await rig.channel.publish(manifest, 1)
+    claim = await reader(rig, "r0")
+    assert (await claim.look(None)).manifest.version == Version(1, 2)
+    assert await rig.channel.pinned() == {Version(1, 2)}
+    await rig.channel.publish(made[3], 1)
+    for n in (4, 5):
+        await rig.publish(1, n)
+    assert set(await rig.channel.collect(store, keep=1)) == {Version(1, 3), Version(1, 4)}
+    assert store.versions() == (Version(1, 0), Version(1, 1), Version(1, 2), Version(1, 5))
+    await rig.registry.leave("r0", "b1")
+    assert await rig.channel.pinned() == frozenset()
+    await rig.channel.collect(store, keep=1)
+    assert store.versions() == (Version(1, 5),)
+    assert not [field for field in await redis.hkeys(keys.weights) if field.startswith(b"parent:")]
+
+
+async def test_a_chain_of_which_redis_lost_a_link_is_kept_whole(rig: Any, redis: Any, keys: Any, store: DirectoryStore, large: Callable[[Version], Snapshot]):
+    """Redis comes back with what it knew after 1:1; the trainer goes on with 1:3."""
+    await rig.attach(1, 20)
+    made = chained(store, large, 3)
+    for manifest in made[:2]:
+        await rig.channel.publish(manifest, 1)
+    then = await redis.hgetall(keys.weights)
+    await rig.channel.publish(made[2], 1)
+    await redis.delete(keys.weights)
+    await redis.hset(keys.weights, mapping=then)
+    await rig.channel.publish(made[3], 1)
+    assert await rig.channel.collect(store, keep=1) == ()
+    assert store.drop_unlisted(1, await rig.channel.versions()) == ()
+    assert store.versions() == tuple(Version(1, n) for n in range(4))
+
+
+async def test_the_audit_says_whether_a_version_is_whole_and_how_much_changed(rig: Any, store: DirectoryStore, large: Callable[[Version], Snapshot]):
+    await rig.attach(1, 20)
+    for manifest in chained(store, large, 1):
+        await rig.channel.publish(manifest, 1)
+    assert [(event["kind"], event["changed"]) for event in await rig.events("published")] == [("full", 1), ("delta", 0.001)]

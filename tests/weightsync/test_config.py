@@ -18,7 +18,7 @@ class Weights(Tree):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"pause_mode": "retract"}, "weights.pause_mode: got 'retract' .*'in_place' or 'abort'"),
+        ({"pause_mode": "stop"}, "weights.pause_mode: got 'stop' .*'in_place', 'retract' or 'abort'"),
         ({"max_paused": 0}, "weights.max_paused: got 0"),
         ({"publish_every": 0}, "weights.publish_every: got 0"),
         ({"keep": 0}, "weights.keep: got 0"),

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable
+from weightsync.buckets import Bucket
 from weightsync.control import EngineControl
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -56,8 +57,11 @@ async def test_an_engine_that_is_gone_is_unavailable(rig: Any):
 
 
 async def test_engines_without_sessions_are_understood(rig: Any):
-    async with rig.server("b1") as server:
-        await EngineControl(rig.session, server.url).end_session()
+    async with rig.server("b1", {"version": "0.5.17"}) as server:
+        control = EngineControl(rig.session, server.url)
+        await control.close_session()
+        assert await control.begin_session() is False
+        await control.end_session()
 
 
 async def _answers(handler: Handler) -> tuple[web.AppRunner, str]:
@@ -130,5 +134,98 @@ async def test_the_key_goes_with_every_call(rig: Any):
             group.create_task(control.update_from_disk("/x", "1:1", deadline_s=5))
             group.create_task(control.model_info())
         assert seen == ["Bearer secret"] * 4
+    finally:
+        await runner.cleanup()
+
+
+BUCKET = Bucket(names=("a", "b"), dtypes=("float32", "bfloat16"), shapes=((2, 2), (3,)), offsets=(0, 16), nbytes=22, digest="d1")
+GROUP = {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "world_size": 3, "group_name": "g", "backend": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("call", "path", "body"),
+    [
+        (lambda c: c.init_group(**GROUP, deadline_s=5), "/init_weights_update_group", GROUP),
+        (lambda c: c.destroy_group("g"), "/destroy_weights_update_group", {"group_name": "g"}),
+        (
+            lambda c: c.update_from_distributed(BUCKET, group="g", version=None, deadline_s=5),
+            "/update_weights_from_distributed",
+            {
+                "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 2], [3]], "group_name": "g", "flush_cache": False,
+                "abort_all_requests": False, "weight_version": None, "load_format": "flattened_bucket",
+            },
+        ),
+        (
+            lambda c: c.update_from_tensor(["p0", "p1"], load_format=None, version="1:2", deadline_s=5),
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": ["p0", "p1"], "load_format": None, "flush_cache": False, "abort_all_requests": False, "weight_version": "1:2"},
+        ),
+        (lambda c: c.set_version("1:2"), "/update_weight_version", {"new_version": "1:2", "abort_all_requests": False}),
+        (lambda c: c.weights_checksum(deadline_s=5), "/weights_checker", {"action": "checksum"}),
+        (lambda c: c.pause("retract"), "/pause_generation", {"mode": "retract"}),
+        (lambda c: c.abort_all(), "/abort_request", {"rid": "", "abort_all": True}),
+    ],
+)  # fmt: skip
+async def test_every_call_says_what_servers_would_otherwise_assume(rig: Any, call: Any, path: str, body: dict[str, Any]):
+    seen: list[tuple[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        if request.path != "/server_info":
+            seen.append((request.path, await request.json()))
+        return web.json_response({"success": True})
+
+    runner, url = await _answers(handler)
+    try:
+        await call(EngineControl(rig.session, url))
+        assert seen == [(path, body)]
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_call_that_waits_for_bytes_of_its_own_is_never_sent_twice(rig: Any):
+    """A closed connection leaves it open whether the engine took the call: a second one would wait for a broadcast that nobody sends."""
+    calls: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        calls.append(request.path)
+        if request.path != "/server_info":
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response({})
+
+    runner, url = await _answers(handler)
+    try:
+        control = EngineControl(rig.session, url)
+        once = [
+            lambda: control.update_from_distributed(BUCKET, group="g", version=None, deadline_s=5),
+            lambda: control.update_from_tensor(["p"], load_format=None, version=None, deadline_s=5),
+            lambda: control.init_group(**GROUP, deadline_s=5),
+        ]
+        for call in once:
+            with pytest.raises(EngineUnavailable, match="closed the connection"):
+                await call()
+        assert [path for path in calls if path != "/server_info"] == [
+            "/update_weights_from_distributed",
+            "/update_weights_from_tensor",
+            "/init_weights_update_group",
+        ]
+    finally:
+        await runner.cleanup()
+
+
+async def test_what_an_engine_does_not_tell_is_taken_for_dangerous_and_asked_once(rig: Any):
+    calls: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        calls.append(request.path)
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    runner, url = await _answers(handler)
+    try:
+        control = EngineControl(rig.session, url)
+        known = await control.dialect()
+        assert (known.sessions, known.spans, known.prefix_cache, known.overlap) == (False, False, True, True)
+        assert await control.dialect() == known
+        assert calls == ["/server_info", "/get_server_info"]
     finally:
         await runner.cleanup()

@@ -33,7 +33,7 @@ async def test_at_maxmemory_versions_are_published_and_engines_live_and_take_the
             assert await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
             claim = rig.channel.claim("e0", "b1")
             assert (await claim.look(None)).newest == Version(1, 0)
-            assert await claim.pause(most=1, valid_s=60, idle=False)
+            assert await claim.pause(Version(1, 0), most=1, valid_s=60, idle=False)
             await claim.resumed()
             assert await rig.registry.ack("e0", "b1", Version(1, 0), reconciler=claim.owner)
             assert await rig.registry.mark_unfit("e0", "b1", "why")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from protocol.errors import Superseded
 from protocol.messages import EngineState
@@ -30,8 +31,8 @@ async def test_a_new_engine_is_brought_to_the_newest_version_and_becomes_routabl
         assert status.target is None
         assert server.digest == digest
         assert not server.paused
-        calls = [call for call in server.calls if call != "end_weight_update"]
-        assert calls == ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info", "generate"]
+        assert server.calls[:3] == ["end_weight_update", "ready", "server_info"]
+        assert server.calls[3:] == ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info", "generate"]
     [applied] = await rig.events("applied")
     assert (applied["version"], applied["from"]) == ("1:4", "")
     assert 0 < applied["apply_s"] <= applied["pause_s"]
@@ -254,7 +255,7 @@ async def test_a_reconciler_killed_in_the_middle_is_replaced_once_its_lock_has_r
         await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
         dead = rig.channel.claim("e0", "b1")
         await dead.look(None)
-        assert await dead.pause(most=1, valid_s=0.5, idle=False)
+        assert await dead.pause(Version(1, 1), most=1, valid_s=0.5, idle=False)
         await EngineControl(rig.session, server.url).pause("in_place")
         other = await stack.enter_async_context(rig.engine("e1"))
         await stack.enter_async_context(rig.running(rig.reconciler("e0", server)))
@@ -294,8 +295,8 @@ async def test_a_reconciler_that_hung_after_it_got_the_pause_applies_nothing_on_
     await rig.publish(1, 1)
     hung, ask = [0.0], claim_module.Claim.pause
 
-    async def pause(self: claim_module.Claim, **how: Any) -> bool:
-        granted = await ask(self, **how)
+    async def pause(self: claim_module.Claim, version: Version, **how: Any) -> bool:
+        granted = await ask(self, version, **how)
         hung[0] = 3600.0
         return granted
 
@@ -348,10 +349,10 @@ async def test_many_versions_leave_no_keys_no_files_and_no_descriptors_behind(ri
 async def test_a_take_over_asks_the_engine_only_while_the_lock_is_its_own(rig: Any, monkeypatch: pytest.MonkeyPatch):
     asked: list[float] = []
 
-    async def end_session(self: EngineControl, *, deadline_s: float) -> None:
+    async def close_session(self: EngineControl, *, deadline_s: float) -> None:
         asked.append(deadline_s)
 
-    monkeypatch.setattr(EngineControl, "end_session", end_session)
+    monkeypatch.setattr(EngineControl, "close_session", close_session)
     late, marked = [claim_module.LOCK_S], []
     unfit = rig.registry.mark_unfit
 
@@ -381,3 +382,50 @@ async def test_a_take_over_asks_the_engine_only_while_the_lock_is_its_own(rig: A
     assert marked == ["its reconciler was replaced"]
     assert len(asked) == 1, "not with a lock that was used up; after renewing it"
     assert 0 < asked[0] < claim_module.LOCK_S
+
+
+async def test_an_engine_that_would_not_go_on_is_told_again_also_when_no_version_can_be_had(rig: Any, store: DirectoryStore):
+    await rig.publish(1, 1)
+    async with rig.engine("e0") as server:
+        await rig.serves("e0", "1:1")
+        refusals = [True, True]
+
+        async def refuse() -> None:
+            if refusals:
+                refusals.pop()
+                await asyncio.to_thread(store.delete, Version(1, 2))
+                raise web.HTTPInternalServerError
+
+        server.before_continue = refuse
+        server.stage.append("half")
+        await rig.publish(1, 2)
+        async with asyncio.timeout(20):
+            while refusals or server.paused:
+                await asyncio.sleep(0.01)
+        assert await rig.registry.routable() == []
+        server.before_continue = None
+        await rig.publish(1, 3)
+        await rig.serves("e0", "1:3")
+
+
+async def test_a_restricted_number_of_engines_that_decode_goes_on_while_others_are_updated(rig: Any):
+    """Of four that serve, three quarters go on, though four might be paused at once."""
+    await rig.publish(1, 0)
+    now, peak = 0, 0
+
+    def count(change: int) -> None:
+        nonlocal now, peak
+        now += change
+        peak = max(peak, now)
+
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(rig.engine(f"e{i}", max_paused=4, min_serving_share=0.75)) for i in range(4)]
+        for i in range(4):
+            await rig.serves(f"e{i}", "1:0")
+        for server in servers:
+            server.paused_count = count
+        for n in (1, 2):
+            await rig.publish(1, n)
+            for i in range(4):
+                await rig.serves(f"e{i}", f"1:{n}")
+    assert (now, peak) == (0, 1)

@@ -165,6 +165,7 @@ async def test_an_engine_that_vanishes_while_its_ack_is_awaited_is_awaited_until
 
 
 async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig: Any):
+    await rig.publish(1, 6)
     claims = {}
     for engine, n in (("e0", 5), ("e1", 3), ("e2", 4)):
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
@@ -173,7 +174,7 @@ async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig: Any):
         await claims[engine].look(None)
 
     async def ask(engine: str, *, idle: bool = False) -> bool:
-        return await claims[engine].pause(most=1, valid_s=60, idle=idle)
+        return await claims[engine].pause(Version(1, 6), most=1, valid_s=60, idle=idle)
 
     assert await ask("e0")
     assert not await ask("e2")
@@ -192,43 +193,63 @@ async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig: Any):
 
 
 async def test_two_may_pause_where_two_may(rig: Any):
+    await rig.publish(1, 6)
     claims = []
     for engine in ("e0", "e1", "e2"):
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
         claims.append(rig.channel.claim(engine, "b1"))
         await claims[-1].look(None)
-    granted = [await claim.pause(most=2, valid_s=60, idle=False) for claim in claims]
+    granted = [await claim.pause(Version(1, 6), most=2, valid_s=60, idle=False) for claim in claims]
     assert granted == [True, True, False]
 
 
+@pytest.mark.parametrize(("share", "granted"), [(0.0, 4), (0.5, 2), (0.7, 1), (0.9, 1)])
+async def test_a_share_of_the_engines_that_decode_goes_on_and_one_may_always_be_updated(rig: Any, share: float, granted: int):
+    await rig.publish(1, 6)
+    """Idle ones count as serving; those out of service do not, and are not held up by the share."""
+    claims = []
+    for index in range(6):
+        await rig.registry.beat(rig.status(f"e{index}", "b1"), ttl_s=60)
+        claims.append(rig.channel.claim(f"e{index}", "b1"))
+        await claims[-1].look(None)
+        if index < 4:
+            await rig.registry.ack(f"e{index}", "b1", Version(1, 1))
+    taken = [await claim.pause(Version(1, 6), most=5, valid_s=60, idle=False, serving_share=share) for claim in claims[:4]]
+    assert sum(taken) == granted
+    assert await claims[4].pause(Version(1, 6), most=5, valid_s=60, idle=False, serving_share=share)
+    assert all([await claim.pause(Version(1, 6), most=1, valid_s=60, idle=True, serving_share=share) for claim in claims])
+
+
 async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig: Any):
+    await rig.publish(1, 6)
     for engine in ("e0", "e1", "e2"):
         await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
     dead, claimant, live = (rig.channel.claim(engine, "b1") for engine in ("e0", "e1", "e2"))
     for claim in (dead, claimant, live):
         await claim.look(None)
-    assert await dead.pause(most=1, valid_s=60, idle=False)
-    assert not await claimant.pause(most=1, valid_s=60, idle=False)
-    assert not await live.pause(most=1, valid_s=60, idle=False)
+    assert await dead.pause(Version(1, 6), most=1, valid_s=60, idle=False)
+    assert not await claimant.pause(Version(1, 6), most=1, valid_s=60, idle=False)
+    assert not await live.pause(Version(1, 6), most=1, valid_s=60, idle=False)
     await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60)
     await rig.registry.beat(rig.status("e1", "b1"), ttl_s=0.001)
     async with asyncio.timeout(5):
-        while not await live.pause(most=1, valid_s=60, idle=False):
+        while not await live.pause(Version(1, 6), most=1, valid_s=60, idle=False):
             pass
 
 
 async def test_a_reconciler_without_the_lock_changes_nothing(rig: Any):
+    await rig.publish(1, 6)
     await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
     first, second = rig.channel.claim("e0", "b1"), rig.channel.claim("e0", "b1")
     await first.look(None)
     locked = await second.look(None)
     assert 0 < locked.for_s <= 5
     with pytest.raises(Superseded):
-        await second.pause(most=1, valid_s=60, idle=False)
+        await second.pause(Version(1, 6), most=1, valid_s=60, idle=False)
     with pytest.raises(Superseded):
         await rig.registry.ack("e0", "b1", Version(1, 0), reconciler=second.owner)
     await second.release()
-    assert await first.pause(most=1, valid_s=60, idle=False)
+    assert await first.pause(Version(1, 6), most=1, valid_s=60, idle=False)
     assert (await second.look(None)).for_s > 50
     await first.release()
     assert (await second.look(None)).state is EngineState.STARTING

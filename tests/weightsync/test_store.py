@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import safetensors
 
-from protocol.errors import ManifestError, VersionGone
+from protocol.errors import ConfigError, ManifestError, VersionGone
 from protocol.versions import Version
 from weightsync import store as store_module
-from weightsync.config import WeightsConfig, store_folder
+from weightsync.config import WeightsConfig, relay_folder, store_folder
 from weightsync.safetensors_file import open_tensors, write_tensors
 from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
 from weightsync.store import DirectoryStore
@@ -65,7 +65,8 @@ def test_a_version_folder_loads_like_a_model_folder(store: DirectoryStore, snaps
     assert json.loads((folder / "manifest.json").read_text())["version"] == "2:7"
 
 
-def test_transformers_loads_a_version_folder(tmp_path: Path):
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000])
+def test_transformers_loads_a_version_folder(tmp_path: Path, bucket_bytes: int):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -87,7 +88,8 @@ def test_transformers_loads_a_version_folder(tmp_path: Path):
         for name, one in model.state_dict().items()
         if name != "lm_head.weight"
     }
-    manifest = DirectoryStore(tmp_path / "store", tmp_path / "model").write(Snapshot(version=Version(1, 0), tensors=tensors))
+    manifest = DirectoryStore(tmp_path / "store", tmp_path / "model", bucket_bytes=bucket_bytes).write(Snapshot(version=Version(1, 0), tensors=tensors))
+    assert (len({entry.file for entry in manifest.tensors}) > 1) == (bucket_bytes == 3000)
     loaded = AutoModelForCausalLM.from_pretrained(manifest.location)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
@@ -149,7 +151,7 @@ def test_a_manifest_that_names_other_tensors_than_the_file_is_refused(store: Dir
     entry = manifest.tensors[0]
     for wrong, words in ((dataclasses.replace(entry, name="model.ghost"), "model.ghost is not in"), (dataclasses.replace(entry, shape=(3, 4)), "expected F32")):
         with pytest.raises(ManifestError, match=words):
-            store.verify(dataclasses.replace(manifest, tensors=(wrong,)))
+            store.verify(dataclasses.replace(manifest, tensors=(wrong, *manifest.tensors[1:])))
 
 
 def test_a_place_outside_the_store_is_refused(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], tmp_path: Path):
@@ -166,9 +168,13 @@ def test_a_place_outside_the_store_is_refused(store: DirectoryStore, snapshot: C
         store.verify(dataclasses.replace(manifest, tensors=(linked,)))
 
 
-def test_a_transport_this_process_does_not_take_is_refused(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
+def test_what_no_engine_can_load_is_not_located(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     manifest = store.write(snapshot(Version(1, 3)))
-    with pytest.raises(ManifestError, match="delta by store"):
+    assert store.locate(manifest) == Path(manifest.location)
+    for wrong, words in (({"kind": "delta"}, "delta by store"), ({"transport": "carrier pigeon"}, "full by carrier pigeon")):
+        with pytest.raises(ManifestError, match=words):
+            store.locate(dataclasses.replace(manifest, **wrong))
+    with pytest.raises(ManifestError, match=r"delta of tensor model\.\S+ is .* no delta"):
         store.verify(dataclasses.replace(manifest, kind="delta"))
 
 
@@ -247,7 +253,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_nothing_visible_and_is_swept(sto
     process.close()
     assert store.versions() == (Version(1, 8),)
     assert len(list(store.folder.glob(".tmp-*"))) == 1
-    assert store.sweep({Version(1, 8)}) == ()
+    assert store.sweep(1, {Version(1, 8)}) == ()
     assert not list(store.folder.glob(".tmp-*"))
     store.verify(published)
 
@@ -258,10 +264,17 @@ def test_a_sweep_leaves_live_writers_and_other_hosts_alone(store: DirectoryStore
     ours, theirs = store.folder / f".tmp-{os.uname().nodename}-{os.getpid()}-abc", store.folder / ".tmp-other-host-1-abc"
     ours.mkdir()
     theirs.mkdir()
-    assert store.sweep({Version(1, 2)}) == (Version(1, 1),)
+    assert store.sweep(1, {Version(1, 2)}) == (Version(1, 1),)
     assert store.versions() == (Version(1, 2),)
     assert ours.is_dir()
     assert theirs.is_dir()
+
+
+def test_a_sweep_leaves_what_a_later_incarnation_wrote(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
+    for version in (Version(1, 9), Version(2, 7), Version(3, 7)):
+        store.write(snapshot(version))
+    assert store.sweep(2, ()) == (Version(1, 9), Version(2, 7))
+    assert store.versions() == (Version(3, 7),)
 
 
 def test_no_descriptor_is_left_open(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
@@ -270,7 +283,7 @@ def test_no_descriptor_is_left_open(store: DirectoryStore, snapshot: Callable[[V
     for n in range(2, 6):
         store.verify(store.write(snapshot(Version(1, n))))
         with pytest.raises(ManifestError):
-            store.verify(dataclasses.replace(manifest, tensors=(dataclasses.replace(manifest.tensors[0], checksum="0"),)))
+            store.verify(dataclasses.replace(manifest, tensors=(dataclasses.replace(manifest.tensors[0], checksum="0"), *manifest.tensors[1:])))
     assert _descriptors() == before
 
 
@@ -297,3 +310,8 @@ def test_two_runs_never_share_a_store_folder(tmp_path: Path):
     assert store_folder(WeightsConfig(), one) != store_folder(WeightsConfig(), two)
     assert store_folder(WeightsConfig(), one) == store_folder(WeightsConfig(), one)
     assert store_folder(WeightsConfig(store=str(tmp_path)), RunConfig(name="b")) == tmp_path / "b"
+    assert relay_folder(WeightsConfig(), one) != relay_folder(WeightsConfig(), two)
+    same = WeightsConfig(store=str(tmp_path), relay=str(tmp_path))
+    assert relay_folder(same, one) != store_folder(same, one)
+    with pytest.raises(ConfigError, match="has no folder"):
+        store_folder(WeightsConfig(store="s3://bucket"), one)

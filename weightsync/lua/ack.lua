@@ -1,6 +1,6 @@
 -- An engine serves a version: verified, so routable. Gives the pause back in the same step.
 -- KEYS: facts, routable, pins, audit, wakeups, pauses, reconcilers
--- ARGV: engine, boot, reconciler ("": none), version, pin ttl ms, pause_s, apply_s, prepare_s
+-- ARGV: engine, boot, reconciler ("": none), version, pin ttl ms, pause_s, apply_s, prepare_s, transport, pause mode
 local engine, boot, version = ARGV[1], ARGV[2], ARGV[4]
 local facts = facts_of(KEYS[1], engine)
 if not facts then
@@ -28,9 +28,10 @@ if facts.state ~= 'leaving' then
 end
 keep_facts(KEYS[1], engine, facts)
 pin(KEYS[3], engine .. '/serving', version, now + ARGV[5])
-redis.call('HDEL', KEYS[3], engine .. '/target')
+redis.call('HDEL', KEYS[3], engine .. '/target', applying(engine, version))
 audit(KEYS[4], 'applied', { engine_id = engine, boot_nonce = boot, version = version, from = from,
-  pause_s = tonumber(ARGV[6]), apply_s = tonumber(ARGV[7]), prepare_s = tonumber(ARGV[8]) })
+  pause_s = tonumber(ARGV[6]), apply_s = tonumber(ARGV[7]), prepare_s = tonumber(ARGV[8]),
+  transport = ARGV[9], pause_mode = ARGV[10] })
 redis.call('PUBLISH', KEYS[5], 'engines')
 redis.call('PUBLISH', KEYS[5], 'slot')
 return 'OK'

@@ -20,7 +20,7 @@ if fresh then
     strike(KEYS[1], KEYS[2], KEYS[3], KEYS[5], engine, facts.boot, 'superseded')
   end
   facts = { boot = boot, state = 'starting', version = '', target = '', reason = '', superseded = past }
-  redis.call('HDEL', KEYS[4], engine .. '/serving', engine .. '/target')
+  unpin(KEYS[4], engine)
   redis.call('HDEL', KEYS[7], 'held:' .. engine, 'claim:' .. engine)
   audit(KEYS[5], 'engine_started', { engine_id = engine, boot_nonce = boot })
 end

@@ -46,6 +46,21 @@ local function pin(key, holder, version, expires)
   redis.call('HSET', key, holder, version .. ':' .. ms(expires))
 end
 
+-- Holder of the pin on a version that an engine may be loading
+local function applying(engine, version)
+  return engine .. '/applying/' .. version
+end
+
+-- An engine holds nothing any more.
+local function unpin(key, engine)
+  redis.call('HDEL', key, engine .. '/serving', engine .. '/target')
+  for _, holder in ipairs(redis.call('HKEYS', key)) do
+    if holder == applying(engine, string.match(holder, '%d+:%d+$') or '') then
+      redis.call('HDEL', key, holder)
+    end
+  end
+end
+
 local function audit(key, op, fields)
   redis.call('XADD', key, '*', 'op', op, 'd', cjson.encode(fields))
 end

@@ -5,7 +5,7 @@ if not facts or facts.boot ~= ARGV[2] then
   return 0
 end
 strike(KEYS[1], KEYS[2], KEYS[3], KEYS[5], ARGV[1], ARGV[2], ARGV[3])
-redis.call('HDEL', KEYS[4], ARGV[1] .. '/serving', ARGV[1] .. '/target')
+unpin(KEYS[4], ARGV[1])
 redis.call('HDEL', KEYS[7], 'held:' .. ARGV[1], 'claim:' .. ARGV[1])
 redis.call('HDEL', KEYS[8], ARGV[1])
 redis.call('PUBLISH', KEYS[6], 'engines')

@@ -19,7 +19,7 @@ def answer(request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
         "finish_reason": request.finish,
         "prompt_tokens": len(request.ids),
         "weight_version": request.version,
-        "num_retractions": 0,
+        "num_retractions": request.retractions,
         "storage_prefetch_wait": 0.0,
         "storage_staging_wait": 0.0,
         "forward_entry_time": request.started_at or None,

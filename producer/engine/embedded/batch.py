@@ -1,6 +1,7 @@
 """Continuous batching: the requests that are being decoded, row i in slot i. Requests join and leave between decode steps.
 
-    join(newcomers) ── prefill, first token ──► rows 0 .. n-1 ── step() ──► one token each ──► finished rows leave, the last rows take their slots
+    join(newcomers) ── prefill, next token ──► rows 0 .. n-1 ── step() ──► one token each ──► finished rows leave, the last rows take their slots
+                                                              ── retract() ──► all leave as they are, to join again later
 
 Synchronous and owned by one thread.
 """
@@ -46,18 +47,23 @@ class Batch:
 
     @property
     def used_tokens(self) -> int:
-        return sum(len(request.ids) + len(request.output) for request in list(self.requests))
+        return sum(request.length for request in list(self.requests))
 
     @torch.inference_mode()
     def join(self, newcomers: Sequence[Request], version: str) -> list[Request]:
-        """Prefill `newcomers` (at most `free`) and sample their first tokens under `version`. Returns those that are finished already."""
+        """Prefill `newcomers` (at most `free`) and sample their next tokens under `version`: the first, or after a retraction the one behind what they
+        have. Returns those that are finished already.
+        """
         first, now = len(self.requests), time.time()
         ids, source = _distinct(newcomers)
         hidden = self._model.prefill(first, ids, source)
-        lengths = torch.tensor([len(request.ids) for request in newcomers])
+        lengths = torch.tensor([request.length for request in newcomers])
         logits = self._model.logits(hidden[source, lengths - 1])
         for row, request in enumerate(newcomers):
-            request.started_at, request.breaks = now, [(0, version)]
+            request.written_by(version)
+            if request.started_at:
+                continue
+            request.started_at = now
             request.stop_ids = frozenset() if request.sampling.ignore_eos else request.sampling.stop_token_ids | self._model.eos_ids
             if request.return_logprob and request.logprob_start >= 0:
                 _read_prompt(request, self._model.logits(hidden[source[row], : len(request.ids)]))
@@ -70,7 +76,7 @@ class Batch:
         done = self._append(newcomers, first, sampled)
         now = time.time()
         for request in newcomers:
-            request.first_token_at = now
+            request.first_token_at = request.first_token_at or now
         return self._leave(done, changed=True)
 
     @torch.inference_mode()
@@ -88,7 +94,15 @@ class Batch:
     def mark(self, version: str) -> None:
         """From their next token on, the requests are written by `version`."""
         for request in self.requests:
-            request.breaks.append((len(request.output), version))
+            request.written_by(version)
+
+    def retract(self) -> list[Request]:
+        """Take all out with what they have, in their order. Their keys and values are of no more use."""
+        left, self.requests, self._generators = self.requests, [], []
+        for request in left:
+            request.retractions += 1
+        self._prepare()
+        return left
 
     def abort(self, chosen: Callable[[str], bool]) -> list[Request]:
         """End the requests whose id is `chosen` with what they have."""
@@ -153,7 +167,7 @@ class Batch:
         return left
 
     def _longest_of(self, rows: list[int]) -> int:
-        return max(len(self.requests[row].ids) + len(self.requests[row].output) for row in rows)
+        return max(self.requests[row].length for row in rows)
 
     def _prepare(self) -> None:
         self._longest = self._longest_of(list(range(len(self.requests)))) if self.requests else 0
@@ -161,12 +175,12 @@ class Batch:
 
 
 def _distinct(newcomers: Sequence[Request]) -> tuple[Tensor, Tensor]:
-    """The distinct prompts, right-padded, and for each newcomer the row of its prompt: siblings of a group are computed once."""
+    """The distinct contexts, right-padded, and for each newcomer the row of its own: siblings of a group are computed once."""
     seen: dict[tuple[int, ...], int] = {}
     source: list[int] = []
     for request in newcomers:
-        key = tuple(request.ids)
-        if key in seen:
+        key = tuple(request.context)
+        if key in seen and not request.started_at:
             request.shared_prompt = len(key) - 1
         source.append(seen.setdefault(key, len(seen)))
     width = max(len(prompt) for prompt in seen)
@@ -176,7 +190,10 @@ def _distinct(newcomers: Sequence[Request]) -> tuple[Tensor, Tensor]:
 
 def _own_generator(request: Request) -> torch.Generator | None:
     seed = request.sampling.sampling_seed
-    return None if seed is None else torch.Generator().manual_seed(seed)
+    if seed is not None and request.noise is None:
+        request.noise = torch.Generator().manual_seed(seed)
+    own: torch.Generator | None = request.noise
+    return own
 
 
 def _top(logprobs: Tensor, count: int) -> list[tuple[float, int]]:

@@ -23,7 +23,7 @@ class _WorkerCollector(Collector):
         yield self._gauge("num_running_reqs", "Requests being decoded.", counters.running)
         yield self._gauge("num_queue_reqs", "Requests waiting for a slot.", counters.queued)
         yield self._gauge("num_paused_reqs", "Requests held by a pause.", counters.running + counters.queued if self._worker.paused else 0)
-        yield self._gauge("num_retracted_reqs", "Requests whose cache was dropped: never here.", 0)
+        yield self._gauge("num_retracted_reqs", "Requests whose cache was dropped, waiting to be computed anew.", counters.retracted)
         yield self._gauge("num_used_tokens", "Tokens in the KV cache.", used)
         yield self._gauge("token_usage", "Share of the KV cache in use.", used / capacity)
         yield self._gauge("max_total_num_tokens", "Tokens the KV cache holds.", capacity)
@@ -35,7 +35,7 @@ class _WorkerCollector(Collector):
         yield self._counter("num_requests", "Requests finished.", counters.requests)
         yield self._counter("num_aborted_requests", "Requests finished by an abort.", counters.aborted)
         load = GaugeMetricFamily("sglang:weight_load_duration_seconds", "Seconds of the newest weight update.", labels=["model_name", "source"])
-        load.add_metric([*self._label, "disk"], counters.load_s)
+        load.add_metric([*self._label, counters.load_source], counters.load_s)
         yield load
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

@@ -135,6 +135,10 @@ class Request:
     text: str = ""
     version: str = ""
     """Served when it finished."""
+    retractions: int = 0
+    """Times its keys and values were dropped, to be computed anew from prompt and output."""
+    noise: Any = None
+    """The generator of a seeded request, which goes on where it was after a retraction."""
     shared_prompt: int = 0
     """Tokens of the prompt whose keys and values another request of the same prefill computed."""
     received_at: float = field(default_factory=time.time)
@@ -144,6 +148,22 @@ class Request:
     finished_at: float = 0.0
     call: Any = None
     """The HTTP call that waits for it."""
+
+    @property
+    def context(self) -> list[int]:
+        """Every token whose key and value the next one needs."""
+        return self.ids + self.output if self.output else self.ids
+
+    @property
+    def length(self) -> int:
+        return len(self.ids) + len(self.output)
+
+    def written_by(self, version: str) -> None:
+        """From the next token on, `version` writes."""
+        while self.breaks and self.breaks[-1][0] == len(self.output):
+            self.breaks.pop()
+        if not self.breaks or self.breaks[-1][1] != version:
+            self.breaks.append((len(self.output), version))
 
     @property
     def probe(self) -> bool:

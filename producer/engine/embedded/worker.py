@@ -5,9 +5,13 @@ waits for: the inbox, when there is nothing to decode or generation is paused
 
     RUNNING ── pause(abort): all requests end as aborted ──► PAUSED ── continue ──► RUNNING
             ── pause(in_place): requests keep their slots ─►
+            ── pause(retract): requests wait, first in the queue, and are computed anew from prompt and output ─►
 
 Requests that arrive while paused wait in the queue. An update that comes without a pause lets the running requests finish first and admits none meanwhile, as
-SGLang does.
+SGLang does. A pause may follow another: retract after in_place takes the slots back.
+
+With a token clock (`pace_s`) a decode step begins every `pace_s` seconds at most, so that engines that share a CPU go on at rates of their own; commands are
+obeyed between the steps as ever.
 
 A probe (`Request.probe`) waits at the head of the queue for the next slot: until it is answered a finished update is not acked, and the engine is routed as
 the version it no longer serves. SGLang has no such rule. There a probe is an ordinary request, first come, first served; with `--enable-priority-scheduling` a
@@ -35,6 +39,8 @@ from protocol.errors import RollstreamError
 _NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or finish them, then call /flush_cache."
 )
+_PREFILL_TOKENS = 16384
+"""Padded tokens of one prefill, or one request: many long contexts at once, as after a retraction, would keep commands waiting for seconds."""
 _ADMIT_WAIT_STEPS = 3
 """Newcomers that would be a small prefill wait this many decode steps at most for company: a prefill costs as much as a decode step."""
 
@@ -58,6 +64,9 @@ class Counters:
     updates: int = 0
     load_s: float = 0.0
     """Seconds the newest weights took to copy."""
+    load_source: str = "disk"
+    retracted: int = 0
+    """Requests that wait to be computed anew."""
     decode_steps: int = 0
     prefills: int = 0
 
@@ -80,10 +89,22 @@ class _Update:
 class Worker:
     """Start it with `start(loop)`, end it with `stop()`. Every other method is called from the event loop.
 
-    Invariant: only the thread touches model, batch and queue.
+    Invariant: only the thread touches model, batch and queue. While no update is under way, parameters may be read by any thread.
+
+    `pace_s` (0: as fast as it can) and `apply_delay_factor` (weights take so many times as long to apply) are for benchmarks and tests.
     """
 
-    def __init__(self, model: SlotModel, *, version: str, seed: int, deliver: Callable[[list[Request]], None], on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        model: SlotModel,
+        *,
+        version: str,
+        seed: int,
+        deliver: Callable[[list[Request]], None],
+        on_failure: Callable[[], None],
+        pace_s: float = 0.0,
+        apply_delay_factor: float = 1.0,
+    ) -> None:
         self.model = model
         self.version = version
         """What the next token is written by."""
@@ -91,6 +112,8 @@ class Worker:
         self.paused = False
         self.failure: BaseException | None = None
         self._deliver, self._on_failure = deliver, on_failure
+        self._pace_s, self._apply_delay_factor = pace_s, apply_delay_factor
+        self._next_step = 0.0
         self._replies: set[asyncio.Future[Any]] = set()
         self._batch = Batch(model, seed=seed)
         self._waiting: deque[Request] = deque()
@@ -116,7 +139,7 @@ class Worker:
         self._inbox.put(requests)
 
     async def pause(self, mode: str) -> None:
-        """Returns once no token is being computed. `mode`: abort or in_place."""
+        """Returns once no token is being computed. `mode`: abort, retract or in_place."""
         await self._command(lambda: self._do_pause(mode))
 
     async def resume(self) -> None:
@@ -141,12 +164,20 @@ class Worker:
         flushed: bool = await self._command(self._do_flush)
         return flushed
 
+    async def flush_after_update(self) -> str | None:
+        """As `flush`, of weights that were taken in; what went wrong, or None."""
+        return None if await self.flush() else _NOT_FLUSHED
+
     async def update(self, staged: weights.Staged, version: str | None, *, flush: bool, abort_all: bool) -> str | None:
         """Put new weights in. Returns what went wrong, or None. Without a pause it waits for the running requests."""
         reply = self._reply()
         self._inbox.put(_Update(staged=staged, version=version, flush=flush, abort_all=abort_all, reply=reply))
         problem: str | None = await reply
         return problem
+
+    async def rename(self, version: str, *, abort_all: bool) -> None:
+        """From the next token on, the weights go by `version`."""
+        await self._command(lambda: self._do_rename(version, abort_all=abort_all))
 
     async def _command(self, act: Callable[[], Any]) -> Any:
         reply = self._reply()
@@ -174,7 +205,7 @@ class Worker:
         try:
             while self._read_inbox():
                 self._update_if_possible()
-                if not self.paused:
+                if not self.paused and self._due():
                     self._work()
         except BaseException as problem:  # noqa: BLE001 - a dead worker must be noticed by the loop, whatever killed it
             self.failure = problem
@@ -182,16 +213,14 @@ class Worker:
             self._loop.call_soon_threadsafe(self._fail)
 
     def _read_inbox(self) -> bool:
-        """Take all that is there; block for one item if there is nothing else to do. False: stop."""
-        block = self.paused or not (self._waiting or self._batch.requests)
-        if block and self._updates:
-            block = False
+        """Take all that is there; wait for one item while there is nothing else to do. False: stop."""
+        wait = self._patience()
         while True:
             try:
-                item = self._inbox.get(block=block)
+                item = self._inbox.get(block=wait != 0, timeout=wait)
             except queue.Empty:
                 return True
-            block = False
+            wait = 0
             if item is None:
                 return False
             if isinstance(item, _Command):
@@ -210,16 +239,36 @@ class Worker:
                         self._waiting.append(request)
                 self.counters.queued = len(self._waiting)
 
+    def _patience(self) -> float | None:
+        """Seconds until there is something to do; None: not before something comes."""
+        if self._updates and (self.paused or not self._batch.requests):
+            return 0
+        if self.paused or not (self._waiting or self._batch.requests):
+            return None
+        return max(0.0, self._next_step - time.monotonic()) if self._pace_s else 0
+
+    def _due(self) -> bool:
+        """Whether the clock allows a step now. One that comes late does not delay the next; those that a pause cost are not made up for."""
+        if not self._pace_s or not (self._waiting or self._batch.requests):
+            return True
+        now = time.monotonic()
+        if now < self._next_step:
+            return False
+        self._next_step = self._pace_s + (self._next_step if now - self._next_step < self._pace_s else now)
+        return True
+
     def _work(self) -> None:
         started = time.perf_counter()
         finished: list[Request] = []
         if self._admissible():
-            count = min(len(self._waiting), self._batch.free)
-            newcomers = [self._waiting.popleft() for _ in range(count)]
+            newcomers = self._newcomers()
+            count = len(newcomers)
+            self.counters.retracted -= sum(request.retractions > 0 for request in newcomers)
+            prefilled = sum(request.length for request in newcomers)
             finished += self._batch.join(newcomers, self.version)
             self._waited_steps = 0
             self.counters.prefills += 1
-            self.counters.prompt_tokens += sum(len(request.ids) for request in newcomers)
+            self.counters.prompt_tokens += prefilled
             self.counters.generated_tokens += count
         if self._batch.requests:
             self.counters.generated_tokens += len(self._batch.requests)
@@ -234,6 +283,20 @@ class Worker:
         if not waiting or self._updates or not self._batch.free:
             return False
         return not running or waiting * 4 >= running or self._waited_steps >= _ADMIT_WAIT_STEPS
+
+    def _newcomers(self) -> list[Request]:
+        """The first of those that wait, as many as slots and one prefill allow."""
+        taken: list[Request] = []
+        distinct: set[tuple[int, ...]] = set()
+        width = 0
+        while self._waiting and len(taken) < self._batch.free:
+            candidate = self._waiting[0]
+            distinct.add(tuple(candidate.context))
+            width = max(width, candidate.length)
+            if taken and len(distinct) * width > _PREFILL_TOKENS:
+                break
+            taken.append(self._waiting.popleft())
+        return taken
 
     def _finish(self, finished: list[Request]) -> None:
         counters = self.counters
@@ -257,17 +320,23 @@ class Worker:
         update = self._updates.popleft()
         started = time.perf_counter()
         weights.apply(self.model.model, update.staged)
-        self.model.path = update.staged.path
+        time.sleep((self._apply_delay_factor - 1.0) * (time.perf_counter() - started))
+        if update.staged.path:
+            self.model.path = update.staged.path
         if update.version is not None:
-            self.version = update.version
-            self._batch.mark(update.version)
-        self.counters.load_s = time.perf_counter() - started
+            self._do_rename(update.version, abort_all=False)
+        self.counters.load_s, self.counters.load_source = time.perf_counter() - started, update.staged.source
         self.counters.updates += 1
         self._answer(update.reply, _NOT_FLUSHED if update.flush and not self._do_flush() else None)
 
     def _do_pause(self, mode: str) -> None:
         if mode == "abort":
             self._do_abort(_every)
+        if mode == "retract":
+            retracted = self._batch.retract()
+            self._waiting.extendleft(reversed(retracted))
+            self.counters.retracted += len(retracted)
+            self.counters.running, self.counters.queued = 0, len(self._waiting)
         if not self.paused:
             self.paused, self._paused_at = True, time.perf_counter()
 
@@ -276,6 +345,12 @@ class Worker:
             self.paused = False
             self.counters.paused_s += time.perf_counter() - self._paused_at
 
+    def _do_rename(self, version: str, *, abort_all: bool) -> None:
+        if abort_all:
+            self._do_abort(_every)
+        self.version = version
+        self._batch.mark(version)
+
     def _do_abort(self, chosen: Callable[[str], bool]) -> None:
         finished = self._batch.abort(chosen)
         kept: deque[Request] = deque()
@@ -283,6 +358,7 @@ class Worker:
             if chosen(request.rid):
                 request.finish = dict(ABORTED)
                 finished.append(request)
+                self.counters.retracted -= request.retractions > 0
             else:
                 kept.append(request)
         self._waiting = kept

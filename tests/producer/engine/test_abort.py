@@ -77,7 +77,7 @@ class Trainer:
 async def producing(stage: Any, config: Any, prepared: Any) -> AsyncIterator[tuple[GroupWork, Sampler]]:
     closing = asyncio.Event()
     pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
-    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer)
+    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     sampling = Sampling(max_new_tokens=TOKENS, ignore_eos=True)
     work = GroupWork(
         ProducerBuffer(stage.ledger, stage.wakeups, "o" * 16),
@@ -117,6 +117,7 @@ async def test_updates_that_abort_running_requests_fail_no_group(stage: Any, ses
             tally = work.tally
         stop.set()
     assert sampler.aborted, "an update should have met a request"
+    assert sampler.kept_tokens, "and what that had should have been gone on from"
     assert (tally.failed, tally.lost) == (0, 0)
     status = await stage.ledger.status()
     assert status.dead == {}

@@ -161,6 +161,55 @@ def test_requests_that_join_after_an_update_are_wholly_of_the_new_model(model_a:
     assert_own_logprobs(late, reference(model_b))
 
 
+@pytest.mark.parametrize("at", [0, 5])
+def test_retracted_requests_go_on_under_the_new_weights_alone(at: int, model_a: Path, model_b: Path):
+    """What they have keeps its logprobs; what follows is the new model's word on the whole sequence, with no key of the old one."""
+    model = load(str(model_a), slots=4, max_length=64)
+    batch = Batch(model, seed=0)
+    made = [request(model, [1, 7, 9, 17], max_new_tokens=20, options={"logprob_start_len": 0}), request(model, [4] * 6, max_new_tokens=16)]
+    batch.join(made, "1:0")
+    for _ in range(at):
+        batch.step()
+    split, prompt_logprobs, began = at + 1, list(made[0].input_logprobs), made[0].started_at
+    assert batch.retract() == made
+    assert batch.requests == []
+    weights.apply(model.model, weights.stage(str(model_b), model.model))
+    batch.join(list(reversed(made)), "1:1")
+    finish(batch)
+    old, new = reference(model_a), reference(model_b)
+    for one in made:
+        end = one.sampling.max_new_tokens
+        assert (one.retractions, len(one.output), one.shared_prompt) == (1, end, 0)
+        assert spans(one) == [{"version": "1:0", "start": 0, "end": split}, {"version": "1:1", "start": split, "end": end}]
+        for part, own in ((slice(0, split), old), (slice(split, end), new)):
+            torch.testing.assert_close(torch.tensor(one.logprobs[part]), written_logprobs(own, one.ids, one.output)[part], atol=1e-4, rtol=0)
+    assert (made[0].input_logprobs, made[0].started_at) == (prompt_logprobs, began)
+
+
+def test_a_retraction_without_an_update_changes_nothing_that_a_seeded_request_writes(served: SlotModel):
+    outputs = []
+    for retracted in (False, True):
+        batch, made = Batch(served, seed=0), request(served, [1, 7, 9], max_new_tokens=24, sampling_seed=5)
+        batch.join([made], "1:0")
+        for _ in range(6):
+            batch.step()
+        if retracted:
+            batch.join(batch.retract(), "1:0")
+        finish(batch)
+        assert spans(made) == [{"version": "1:0", "start": 0, "end": 24}]
+        outputs.append(made.output)
+    assert outputs[0] == outputs[1]
+
+
+def test_an_update_and_its_reversal_between_two_tokens_leave_one_span(served: SlotModel):
+    batch, made = Batch(served, seed=0), request(served, [1], max_new_tokens=4)
+    batch.join([made], "1:0")
+    batch.mark("1:1")
+    batch.mark("1:0")
+    finish(batch)
+    assert spans(made) == [{"version": "1:0", "start": 0, "end": 4}]
+
+
 def test_two_updates_between_tokens_leave_no_empty_span(served: SlotModel):
     batch, made = Batch(served, seed=0), request(served, [1], max_new_tokens=4)
     batch.join([made], "1:0")

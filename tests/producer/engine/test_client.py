@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from producer.engine.client import EngineClient, Sampling
+from producer.engine.client import ABORTED, EngineClient, Sampling
 from producer.engine.embedded.server import EmbeddedEngine
 from protocol.errors import EngineUnavailable, SampleAborted, SampleFailed
 from protocol.messages import Span
@@ -97,7 +97,7 @@ async def test_only_what_differs_from_the_defaults_is_asked_for(client: EngineCl
     full = Sampling(max_new_tokens=3, temperature=0.5, top_p=0.9, top_k=5, stop=("x",), stop_token_ids=(7,), ignore_eos=True)
     await ask(client, staged, sampling=full)
     plain, rich = staged.bodies
-    assert plain == {"input_ids": [1, 2], "rid": "r-1", "return_logprob": True, "sampling_params": {"max_new_tokens": 3, "temperature": 1.0}}
+    assert plain == {"input_ids": [1, 2], "rid": "r-1.", "return_logprob": True, "sampling_params": {"max_new_tokens": 3, "temperature": 1.0}}
     assert rich["sampling_params"] == {
         "max_new_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop": ["x"], "stop_token_ids": [7], "ignore_eos": True,
     }  # fmt: skip
@@ -150,7 +150,7 @@ def entries(*logprobs: Any) -> list[Any]:
         (change(output_token_logprobs=entries(-1.0, -1e39, -1.0)), "outside"),
         (change(finish_reason=None), "finish_reason: expected dict"),
         (change(finish_reason={"type": "tired"}), "expected stop, length or abort"),
-        (change(finish_reason={"type": "abort", "message": "Aborted"}), "aborted it after 3 tokens"),
+        (change(finish_reason={"type": "abort", "message": "Aborted"}, output_token_logprobs=entries(-1.0)), "1 entries for 3 tokens"),
         (change(text=None), "text: expected str"),
         (change(weight_versions=[]), "cover 0 of 3 tokens"),
         (change(weight_versions=[{"version": "1:3", "start": 0, "end": 2}]), "cover 2 of 3 tokens"),
@@ -167,14 +167,102 @@ async def test_nothing_that_must_not_be_trained_on_gets_through(client: EngineCl
         await ask(client, staged)
 
 
-async def test_a_response_that_was_ended_on_purpose_is_told_from_one_that_failed(client: EngineClient, staged: StagedServer):
-    staged.answer = change(finish_reason={"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
-    with pytest.raises(SampleAborted, match="aborted it after 3 tokens: Aborted"):
-        await ask(client, staged)
+ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+async def test_a_response_that_was_ended_on_purpose_comes_as_far_as_it_came_and_one_that_failed_does_not(client: EngineClient, staged: StagedServer):
+    staged.answer = change(finish_reason=ABORT)
+    generation = await ask(client, staged)
+    assert generation.finish_reason == ABORTED
+    assert generation.output_ids.tolist() == [5, 6, 7]
+    assert generation.logprobs.tolist() == [-0.5] * 3
+    assert [span.version for span in generation.spans] == [Version(1, 3), Version(1, 4)]
     staged.answer = change(finish_reason={"type": "abort", "message": "not finite", "status_code": 500, "err_type": "InternalServerError"})
-    with pytest.raises(SampleFailed, match="not finite") as failure:
+    with pytest.raises(SampleFailed, match="not finite"):
         await ask(client, staged)
-    assert not isinstance(failure.value, SampleAborted)
+
+
+async def test_one_that_was_ended_before_its_first_token_is_empty(client: EngineClient, staged: StagedServer):
+    staged.answer = {"text": "", "output_ids": [], "meta_info": {"finish_reason": ABORT, "weight_version": "1:4"}}
+    generation = await ask(client, staged)
+    assert (len(generation.output_ids), generation.spans, generation.finish_reason) == (0, (), ABORTED)
+
+
+@pytest.mark.parametrize(("matched", "kept"), [(7, 7), ("###", "###"), (None, None), (["x"], None)])
+async def test_what_stopped_it_is_told(client: EngineClient, staged: StagedServer, matched: Any, kept: Any):
+    staged.answer = change(finish_reason={"type": "stop", "matched": matched})
+    assert (await ask(client, staged)).matched == kept
+
+
+async def test_no_request_is_aborted_with_another_whose_id_begins_alike(client: EngineClient, staged: StagedServer):
+    """SGLang aborts by prefix."""
+    await ask(client, staged, rid="r-1")
+    await ask(client, staged, rid="r-10")
+    await client.abort(staged.url, "r-1")
+    short, long = (body["rid"] for body in staged.bodies)
+    assert staged.aborted == [short]
+    assert not long.startswith(short)
+
+
+# -- versions, salts and keys ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_is_salted_with_the_version_acked_before_it(client: EngineClient, staged: StagedServer):
+    await ask(client, staged, assumed=Version(1, 3))
+    await ask(client, staged)
+    assert [body.get("extra_key") for body in staged.bodies] == ["1:3", None]
+
+
+@pytest.mark.parametrize(
+    ("salt", "cached", "prefix_cache", "refused"),
+    [
+        (Version(1, 3), 7, True, False),  # it began under its own salt; the update came in its middle
+        (Version(1, 2), 7, True, True),  # it waited out an update, and found keys that the version before had computed
+        (Version(1, 2), None, True, True),  # not told, so perhaps
+        (Version(1, 2), 0, True, False),  # it waited out an update and computed everything itself
+        (Version(1, 2), 7, False, False),  # siblings of one call share a prompt; nothing outlives it
+    ],
+)
+async def test_an_answer_that_may_rest_on_older_keys_is_asked_for_again(
+    client: EngineClient, staged: StagedServer, salt: Version, cached: int | None, prefix_cache: bool, refused: bool
+):
+    staged.answer["meta_info"]["cached_tokens"] = cached
+    if not refused:
+        assert len((await ask(client, staged, assumed=salt, prefix_cache=prefix_cache)).output_ids) == 3
+        return
+    with pytest.raises(SampleAborted, match="may be older"):
+        await ask(client, staged, assumed=salt, prefix_cache=prefix_cache)
+
+
+RECORDED_SPANS = [
+    # as answered by 0.5.23 over in-place updates, with the overlap scheduler: the first token of each later span was sampled by the weights before
+    ([("1:0", 0, 261), ("1:1", 261, 300)], 1, [("1:0", 0, 262), ("1:1", 262, 300)]),
+    ([("1:0", 0, 278), ("1:1", 278, 1000)], 1, [("1:0", 0, 279), ("1:1", 279, 1000)]),
+    # without it, and over retractions, the boundary is exact
+    ([("1:0", 0, 270), ("1:1", 270, 1000)], 0, [("1:0", 0, 270), ("1:1", 270, 1000)]),
+    # what never had a token of its own is no version of this response
+    ([("1:0", 0, 9), ("1:1", 9, 10)], 1, [("1:0", 0, 10)]),
+    ([("1:0", 0, 4), ("1:1", 4, 5), ("1:2", 5, 8)], 1, [("1:0", 0, 5), ("1:1", 5, 6), ("1:2", 6, 8)]),
+    ([("1:0", 0, 8)], 1, [("1:0", 0, 8)]),
+    ([("1:0", 0, 4), ("1:1", 4, 6), ("1:2", 6, 8)], 3, [("1:0", 0, 7), ("1:1", 7, 8)]),
+]
+
+
+@pytest.mark.parametrize(("wire", "lag", "expected"), RECORDED_SPANS)
+async def test_tokens_of_the_step_under_way_are_the_older_versions(client: EngineClient, staged: StagedServer, wire: list[Any], lag: int, expected: list[Any]):
+    length = wire[-1][2]
+    staged.answer = good(length)
+    staged.answer["meta_info"]["weight_versions"] = [{"version": version, "start": start, "end": end} for version, start, end in wire]
+    generation = await ask(client, staged, sampling=Sampling(max_new_tokens=1000), span_lag=lag)
+    assert [(str(span.version), span.start, span.end) for span in generation.spans] == expected
+
+
+async def test_an_old_answer_is_the_assumed_versions_whatever_it_finished_with(client: EngineClient, staged: StagedServer):
+    """0.5.17 names only the version it finished with."""
+    del staged.answer["meta_info"]["weight_versions"]
+    staged.answer["meta_info"] |= {"weight_version": "1:9", "cached_tokens": 4}
+    generation = await ask(client, staged, assumed=Version(1, 2), prefix_cache=True, span_lag=1)
+    assert generation.spans == (Span(version=Version(1, 2), start=0, end=3),)
 
 
 async def test_rounding_above_zero_is_taken_as_zero(client: EngineClient, staged: StagedServer):
@@ -197,7 +285,7 @@ async def test_a_hanging_engine_fails_the_sample_at_its_deadline_and_is_told_to_
     staged.handler = hang
     with pytest.raises(SampleFailed, match=r"no answer within 0.05 s"):
         await ask(client, staged, deadline_s=0.05)
-    assert staged.aborted == ["r-1"]
+    assert staged.aborted == ["r-1."]
 
 
 async def test_a_connection_cut_before_or_within_the_answer_means_the_engine_is_away(client: EngineClient, staged: StagedServer):

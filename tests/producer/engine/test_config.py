@@ -19,7 +19,9 @@ def test_ports_of_all_engines_must_exist():
     assert EngineConfig(port=65535).port == 65535
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"torch_threads": 0}, {"dtype": "float8"}, {"kind": "sglang"}, {"slot": 3}])
+@pytest.mark.parametrize(
+    "wrong", [{"slots": 0}, {"torch_threads": 0}, {"dtype": "float8"}, {"kind": "sglang"}, {"slot": 3}, {"pace_s": -1}, {"apply_delay_factor": 0.5}]
+)
 def test_what_no_engine_could_do_is_refused(wrong: dict[str, Any]):
     with pytest.raises(ValidationError):
         EngineConfig(**wrong)

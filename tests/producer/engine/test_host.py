@@ -14,12 +14,13 @@ import pytest_asyncio
 
 from buffer.config import BufferConfig
 from buffer.redis_ledger import RedisLedger
-from producer.engine import host
+from producer.engine import host, key
 from producer.engine.client import EngineClient, Sampling
+from producer.engine.embedded.worker import EngineFault
 from producer.engine.host import EngineHostConfig, run_host
 from protocol.config import validate
 from protocol.connection import Client
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, EngineUnavailable, SampleFailed
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
 from protocol.messages import EngineState, EngineStatus, ProducerStatus
@@ -28,7 +29,8 @@ from protocol.versions import Version
 from protocol.wakeups import Topic, Wakeups, wakeups
 from weightsync import config as config_of_weights
 from weightsync.channel import Channel
-from weightsync.config import store_folder
+from weightsync.config import relay_folder, store_folder
+from weightsync.control import EngineControl
 from weightsync.registry import Registry
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import Snapshot
@@ -207,11 +209,14 @@ async def test_it_ends_by_itself_once_the_run_drains_and_the_last_producer_has_l
 async def test_the_last_engine_to_leave_a_drained_run_clears_shared_memory_and_nothing_else(
     run: Run, model_a: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_store: bool
 ):
-    if not own_store:
+    if own_store:
+        run.values["weights"]["relay"] = str(tmp_path / "relay")
+    else:
         run.values["weights"] = {"store": ""}
         monkeypatch.setattr(config_of_weights, "_SHARED_MEMORY", tmp_path / "shm")
         (tmp_path / "shm").mkdir()
-    folder = store_folder(run.config().weights, run.config().run)
+    folder, relay = store_folder(run.config().weights, run.config().run), relay_folder(run.config().weights, run.config().run)
+    (relay / "v1-0").mkdir(parents=True)
     monkeypatch.setattr(host, "_DRAINED_S", 0.0)
     await run.create()
     first, second = asyncio.Event(), asyncio.Event()
@@ -224,7 +229,7 @@ async def test_the_last_engine_to_leave_a_drained_run_clears_shared_memory_and_n
         await run.ledger.drain(version.incarnation, "steps")
         async with asyncio.timeout(_WAIT_S):
             await other
-    assert folder.exists() == own_store
+    assert folder.exists() == relay.exists() == own_store
 
 
 async def test_an_engine_that_leaves_a_drained_run_clears_nothing_that_another_one_serves(
@@ -327,6 +332,40 @@ async def test_each_boot_draws_noise_of_its_own(run: Run, session: aiohttp.Clien
                 seeds.append((await answer.json())["random_seed"])
         await run.until(lambda engines: not engines)
     assert seeds[0] != seeds[1]
+
+
+async def test_an_engine_with_a_key_follows_versions_and_answers_only_who_bears_it(
+    run: Run, session: aiohttp.ClientSession, model_b: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(key.VARIABLE, "secret")
+    await run.create()
+    async with run.hosted(asyncio.Event()):
+        version = await run.publish(model_b)
+        engine = await run.serving(version)
+        with pytest.raises(SampleFailed, match="401"):
+            await ask(session, engine, "nobody")
+        sampling = Sampling(max_new_tokens=5, ignore_eos=True)
+        answer = await EngineClient(session, key.engine_key()).generate(engine.url, [1, 7, 9], sampling=sampling, rid="one", deadline_s=30)
+        assert answer.weight_version == version
+
+
+async def test_an_engine_that_takes_updates_and_writes_nothing_ends_its_host_whatever_hangs_in_it(run: Run, model_b: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rule W6: an update that was answered proves nothing; a second one without a token after it, and the process goes."""
+    ended: list[float] = []
+    monkeypatch.setattr(host, "_end_by_force", ended.append)
+
+    async def silent(self: EngineControl, *, deadline_s: float) -> tuple[str, ...]:
+        raise EngineUnavailable("no token came")
+
+    monkeypatch.setattr(EngineControl, "probe", silent)
+    await run.create()
+    task = asyncio.create_task(run_host(run.config(), 0, asyncio.Event()), name="host")
+    await run.publish(model_b)
+    with pytest.RaisesGroup(EngineFault, flatten_subgroups=True, allow_unwrapped=True):
+        async with asyncio.timeout(_WAIT_S):
+            await task
+    assert ended == [host._END_S], "and by force, if it does not end by itself"
+    assert await run.registry.engines() == []
 
 
 def test_the_noise_of_a_boot_follows_from_seed_index_and_nonce():

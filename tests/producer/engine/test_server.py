@@ -137,7 +137,6 @@ async def test_what_is_not_json_or_not_supported_is_a_400_with_sglangs_error(eng
         assert "not JSON" in (await answer.json())["error"]["message"]
     for path, wrong in [
         ("/generate", body(stream=True)),
-        ("/pause_generation", {"mode": "retract"}),
         ("/pause_generation", {"mode": "nap"}),
         ("/abort_request", {"rid": 3}),
     ]:
@@ -267,6 +266,7 @@ async def test_it_says_what_it_is_and_how_it_is(engine: EmbeddedEngine, session:
     assert (await get(session, engine, "/get_model_info"))[1] == model
     _, server = await get(session, engine, "/server_info")
     assert (server["max_running_requests"], server["context_length"], server["max_total_num_tokens"]) == (8, 512, 4096)
+    assert (server["dtype"], server["tp_size"]) == ("float32", 1)
     assert server["internal_states"][0]["generated_tokens"] == 12
     for path in ("/health", "/health_generate", "/ready"):
         assert await get(session, engine, path) == (200, "")

@@ -1,0 +1,1 @@
+"""Stand-in for IPython: only notebooks need the real one."""  # noqa: N999 - its name

@@ -1,0 +1,5 @@
+"""Stand-in: see the package."""
+
+from absent import served
+
+__getattr__ = served("IPython.display")

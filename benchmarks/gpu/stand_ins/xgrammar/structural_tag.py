@@ -1,0 +1,5 @@
+"""Stand-in: see the package."""
+
+import xgrammar
+
+__getattr__ = xgrammar.__getattr__

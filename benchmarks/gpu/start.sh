@@ -1,0 +1,72 @@
+#!/bin/bash
+# start.sh COMMAND …: on the GPU machine, from the root of a checkout, with the kit in .gpu-kit/part1 (bundle.sh makes it).
+#   unpack                                  the kit's packages, once a machine; shared memory made large enough for several versions
+#   py ARGS…                                python3 with those packages and this checkout
+#   serve NAME GPU PORT MODEL [FLAGS…]      an SGLang server in a session of its own; returns once it answers
+#   stop NAME                               end it with all its children
+# Packages, logs and compiled kernels lie in $KIT_WORK, outside the checkout, and stay for the next call while the machine is kept.
+set -u
+KIT=${KIT:-.gpu-kit/part1}
+export KIT_WORK=${KIT_WORK:-/tmp/gpu-kit}
+SITE=$KIT_WORK/site
+HERE=$(cd "$(dirname "$0")" && pwd)
+ROOT=$(cd "$HERE/../.." && pwd)
+mkdir -p "$KIT_WORK"
+
+export PYTHONPATH=$HERE/stand_ins:$SITE:$ROOT PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+export SGLANG_IS_FLASHINFER_AVAILABLE=false TVM_FFI_CACHE_DIR=$KIT_WORK/jit TRITON_CACHE_DIR=$KIT_WORK/triton
+export NCCL_CUMEM_ENABLE=0 # what SGLang sets for itself; a sender with another value hangs
+if [ -z "${CUDA_HOME:-}" ] && command -v nvcc >/dev/null; then
+  CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
+  export CUDA_HOME
+fi
+
+unpack() {
+  # Shared memory is half of what the machine reports at its start, which is less than what it has.
+  mount -o remount,size="${SHM_GB:-200}G" /dev/shm 2>/dev/null || echo "shared memory stays at $(df -h --output=size /dev/shm | tail -1)"
+  [ -f "$KIT_WORK/unpacked" ] && return
+  mkdir -p "$SITE"
+  tar -C "$SITE" -xJf "$KIT/site.tar.xz" || exit 1
+  touch "$KIT_WORK/unpacked"
+}
+
+serve() {
+  local name=$1 gpu=$2 port=$3 model=$4
+  shift 4
+  CUDA_VISIBLE_DEVICES=$gpu setsid nohup python3 -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" \
+    --attention-backend triton --sampling-backend pytorch --grammar-backend none --disable-custom-all-reduce --disable-radix-cache \
+    --skip-server-warmup --random-seed 1 --cuda-graph-max-bs-decode 32 "$@" >"$KIT_WORK/$name.log" 2>&1 </dev/null &
+  local pid=$!
+  echo "$pid" >"$KIT_WORK/$name.pid"
+  for _ in $(seq "${SERVE_S:-240}"); do
+    kill -0 "$pid" 2>/dev/null || { echo "$name ended at its start:"; tail -n 5 "$KIT_WORK/$name.log"; exit 1; }
+    [ "$(curl -s -m 2 -o /dev/null -w '%{http_code}' "http://127.0.0.1:$port/model_info")" = 200 ] && exit 0
+    sleep 1
+  done
+  echo "$name did not answer within ${SERVE_S:-240} s:"
+  tail -n 5 "$KIT_WORK/$name.log"
+  exit 1
+}
+
+stop() {
+  local pid
+  pid=$(cat "$KIT_WORK/$1.pid" 2>/dev/null) || exit 0
+  kill "$pid" 2>/dev/null
+  for _ in $(seq 20); do
+    kill -0 "$pid" 2>/dev/null || break
+    sleep 0.5
+  done
+  kill -9 -- "-$pid" 2>/dev/null # whatever is left of its session
+  rm -f "$KIT_WORK/$1.pid"
+}
+
+command=${1:?unpack, py, serve or stop}
+shift
+case $command in
+  unpack) unpack ;;
+  py) exec python3 "$@" ;;
+  serve) serve "$@" ;;
+  stop) stop "$@" ;;
+  *) echo "unknown command $command" >&2; exit 2 ;;
+esac

@@ -1,0 +1,82 @@
+"""A small real run by each transport that needs a carrier: `rollstream up` to its end, every version in both engines by that way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.audit import read_audit
+from deploy.demo import task
+from deploy.summary import read_summary
+from tests.producer.engine.conftest import write_model
+
+STEPS = 6
+ROOT = Path(__file__).parents[2]
+
+
+def write_run(folder: Path, weights: dict[str, Any], buffer: dict[str, Any]) -> Path:
+    train, _ = task.write_data(folder, 0)
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"name": "t", "dir": str(folder / "run")},
+        "model": {"path": str(write_model(folder / "model", seed=1))},
+        "data": {"path": str(train)},
+        "rollout": {"group_size": 4, "max_prompt_tokens": 8, "max_new_tokens": 6},
+        "reward": {"kind": "function", "function": "deploy.demo.task:reward"},
+        "buffer": {"groups_per_step": 4, "chunk_groups": 4, "max_staleness": 4} | buffer,
+        "weights": {"store": str(folder / "store"), "relay": str(folder / "relay")} | weights,
+        "engine": {"count": 2, "slots": 16},
+        "producer": {"count": 1},
+        "trainer": {"lr": 1e-3},
+        "stop": {"steps": STEPS},
+        "http": {"port": 0},
+    }
+    path = folder / "run.toml"
+    path.write_text("".join(f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()) for name, table in tables.items()))
+    return path
+
+
+def up(path: Path) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "up", "--new", "-c", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    logs = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(path.parent.rglob("*.log")))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("weights", "buffer", "most"),
+    [
+        ({"transport": "gloo"}, {"pipeline_depth": 0.0}, 0),
+        ({"transport": "delta", "dtype": "bfloat16", "full_every": 4}, {"pipeline_depth": 1.0}, 4),
+    ],
+    ids=["gloo, on-policy", "delta in bfloat16"],
+)
+def test_every_version_reaches_both_engines_by_the_transport_of_the_run(tmp_path: Path, weights: dict[str, Any], buffer: dict[str, Any], most: int):
+    path = write_run(tmp_path, weights, buffer)
+    up(path)
+    summary = read_summary(tmp_path / "run")
+    assert (summary["steps"], summary["groups_lost"], summary["disagreements"], summary["over_k_tokens"]) == (STEPS, 0, [], 0)
+    assert summary["staleness"]["max"] <= most
+    events = asyncio.run(read_audit(tmp_path / "run" / "audit.jsonl"))
+    published = [event.fields["version"] for event in events if event.op == "published"]
+    assert published == [f"1:{n}" for n in range(STEPS + 1)]
+    applied: dict[str, list[str]] = defaultdict(list)
+    for event in events:
+        if event.op == "applied":
+            assert event.fields["transport"] == weights["transport"], event
+            applied[str(event.fields["engine_id"])].append(str(event.fields["version"]))
+    assert set(applied) == {"t-engine-0", "t-engine-1"}
+    assert all(versions[-1] == published[-1] for versions in applied.values()), applied
+    assert set().union(*applied.values()) == set(published), "an engine may pass over one that is not the newest any more (rule W2), not both"
+    kinds = [event.fields["kind"] for event in events if event.op == "published"]
+    assert kinds[0] == "full"
+    assert ("delta" in kinds) == (weights["transport"] == "delta")

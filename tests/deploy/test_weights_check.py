@@ -1,0 +1,124 @@
+"""`rollstream weights check` against a live engine, and one that was tampered with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from buffer.config import BufferConfig
+from buffer.redis_ledger import RedisLedger
+from deploy.cli import main
+from producer.engine.host import EngineHostConfig, run_host
+from protocol.config import load
+from protocol.connection import Client
+from protocol.identity import RunIdentity
+from protocol.keys import Keys
+from protocol.messages import EngineStatus
+from protocol.versions import Version
+from protocol.wakeups import Topic, wakeups
+from tests.producer.engine.conftest import write_model
+from weightsync.channel import Channel
+from weightsync.control import EngineControl
+from weightsync.publisher import Publisher
+from weightsync.registry import Registry
+from weightsync.safetensors_file import open_tensors
+from weightsync.snapshot import Snapshot, TensorBytes
+from weightsync.store import open_store
+
+pytestmark = pytest.mark.redis
+_WAIT_S = 60.0
+
+
+def write_run(folder: Path, url: str, keys: Keys, model: Path, **changes: str) -> Path:
+    sections = {
+        "run": f'name = "{keys.run}"\ndir = "{folder}/run"',
+        "redis": f'url = "{url}"',
+        "model": f'path = "{model}"',
+        "rollout": "max_prompt_tokens = 8\nmax_new_tokens = 8",
+        "engine": "slots = 2",
+        "weights": "",
+    } | changes
+    sections["weights"] += f'\nstore = "{folder}/store"\nrelay = "{folder}/relay"'
+    path = folder / "run.toml"
+    path.write_text("".join(f"[{name}]\n{lines}\n" for name, lines in sections.items()))
+    return path
+
+
+def changed(model: Path, *, elements: int) -> dict[str, TensorBytes]:
+    """The model's weights with the first few elements of each tensor set to 3."""
+    with open_tensors(model / "model.safetensors") as tensors:
+        arrays = {name: (tensor.shape, np.frombuffer(bytes(tensor.data), dtype="<f4").copy()) for name, tensor in tensors.items()}
+    for _, array in arrays.values():
+        array[:elements] = 3.0
+    return {name: TensorBytes(dtype="F32", shape=shape, data=array.tobytes()) for name, (shape, array) in arrays.items()}
+
+
+@contextlib.asynccontextmanager
+async def served(path: Path, client: Client, keys: Keys) -> AsyncIterator[EngineStatus]:
+    """An engine host that serves 1:1, which differs from the model it started with in one element of each tensor."""
+    config = load(EngineHostConfig, str(path))
+    ledger, channel, registry = RedisLedger(client, keys), Channel(client, keys), Registry(client, keys)
+    await ledger.create(RunIdentity(schema_major=1, seed=0, group_size=1, dataset="d", tokenizer="t"), BufferConfig())
+    incarnation = (await ledger.attach(None, trainer_id="t")).incarnation
+    store = open_store(config.weights, config.run, config.model.path)
+    stop = asyncio.Event()
+    async with wakeups(client, keys) as waker, Publisher(channel, store, config=config.weights) as publisher:
+        for n in range(2):
+            await client.hset(keys.state, "trained", n)
+            publisher.submit(Snapshot(version=Version(incarnation, n), tensors=changed(Path(config.model.path), elements=n)), incarnation)
+            await publisher.drain(_WAIT_S)
+        host = asyncio.create_task(run_host(config, 0, stop), name="host")
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                while True:
+                    mark = waker.mark(Topic.ENGINES)
+                    if engines := [one for one in await registry.routable() if one.version == Version(incarnation, 1)]:
+                        break
+                    await waker.wait(Topic.ENGINES, since=mark)
+            yield engines[0]
+        finally:
+            stop.set()
+            await host
+
+
+async def check(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, list[dict[str, Any]]]:
+    code = await asyncio.to_thread(main, ["weights", "check", "--json", "-c", str(path)])
+    return code, json.loads(capsys.readouterr().out)["engines"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [("", "float32"), ('transport = "delta"', "bfloat16"), ('transport = "delta"\ndtype = "bfloat16"', "float32")],
+    ids=["as published", "a delta, in the engine's own type", "published in a smaller type"],
+)
+async def test_an_engine_is_compared_with_what_was_published_and_a_change_is_named(
+    weights: str, dtype: str, redis: Client, redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = write_model(tmp_path / "model", seed=1)
+    path = write_run(tmp_path, redis_url, keys, model, weights=weights, engine=f'slots = 2\ndtype = "{dtype}"')
+    async with served(path, redis, keys) as engine, aiohttp.ClientSession() as session:
+        capsys.readouterr()
+        assert await check(capsys, path) == (0, [{"engine_id": engine.engine_id, "version": "1:1", "verdict": "same", "why": ""}])
+        await EngineControl(session, engine.url).update_from_disk(str(model), "1:1", deadline_s=20.0)
+        code, (found,) = await check(capsys, path)
+        assert (code, found["verdict"]) == (1, "differs")
+        assert "the first model." in found["why"]
+
+
+async def test_without_engines_there_is_nothing_wrong_and_without_a_run_there_is(
+    redis: Client, redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_run(tmp_path, redis_url, keys, tmp_path)
+    assert await asyncio.to_thread(main, ["weights", "check", "-c", str(path)]) == 2
+    assert f"there is no run {keys.run!r}" in capsys.readouterr().err
+    await RedisLedger(redis, keys).create(RunIdentity(schema_major=1, seed=0, group_size=1, dataset="d", tokenizer="t"), BufferConfig())
+    assert await asyncio.to_thread(main, ["weights", "check", "-c", str(path)]) == 0
+    assert "no engine is registered" in capsys.readouterr().out

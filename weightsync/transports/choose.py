@@ -1,0 +1,60 @@
+"""Which ways an engine has, by configuration."""
+
+from __future__ import annotations
+
+import os
+
+import aiohttp
+
+from protocol.connection import Client
+from protocol.keys import Keys
+from protocol.messages import EngineId, WeightServerStatus
+from protocol.presence import Presence
+from weightsync.channel import Channel
+from weightsync.config import WeightsConfig
+from weightsync.control import EngineControl
+from weightsync.fallback import Transports
+from weightsync.store import DirectoryStore, VersionStore
+from weightsync.transports.contract import Transport
+from weightsync.transports.store import StoreTransport
+
+
+def make_transports(
+    config: WeightsConfig,
+    *,
+    store: VersionStore,
+    control: EngineControl,
+    session: aiohttp.ClientSession,
+    client: Client,
+    keys: Keys,
+    engine_id: EngineId,
+    boot_nonce: str,
+    folder: str | os.PathLike[str],
+    ranks: int = 1,
+) -> Transports:
+    """The configured way with the store behind it. Opens nothing.
+
+    `ranks`: tensor-parallel ranks of the engine.
+    `folder`: of this machine's whole copies, for versions that an engine cannot load from where they are: deltas, and a store behind a URL.
+    """
+    last = _from_store(config, store=store, control=control, client=client, keys=keys, folder=folder)
+    if config.transport in ("store", "delta"):
+        return Transports(None, last)
+    servers: Presence[WeightServerStatus] = Presence(client, keys, "weight-server", WeightServerStatus)
+    from weightsync.transports.collective import CollectiveTransport
+    from weightsync.transports.ipc import IpcTransport
+
+    kind = IpcTransport if config.transport == "ipc" else CollectiveTransport
+    fast = kind(control=control, session=session, presence=servers, config=config, engine_id=engine_id, boot_nonce=boot_nonce, ranks=ranks)
+    return Transports(fast, last)
+
+
+def _from_store(config: WeightsConfig, *, store: VersionStore, control: EngineControl, client: Client, keys: Keys, folder: str | os.PathLike[str]) -> Transport:
+    if config.transport != "delta" and isinstance(store, DirectoryStore):
+        return StoreTransport(store, control)
+    from weightsync.mirror import Mirror
+    from weightsync.transports.relay import RelayTransport
+
+    return RelayTransport(
+        Mirror(folder, store, Channel(client, keys), keep=config.keep), control, name=config.transport if config.transport == "delta" else "store"
+    )
