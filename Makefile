@@ -69,7 +69,7 @@ bench-buffer: $(BENCH)/installed  ## the buffer against the ceiling of its serve
 bench-weights: $(VENV)/installed-all  ## engines updated by themselves against all of them stopped: store, gloo, delta
 	$(BIN)/python -m benchmarks.weights
 
-soak: $(VENV)/installed-dev  ## 20,000 simulated runs, then 300 runs of real processes under kill -9: an hour or two
+soak: $(VENV)/installed-dev  ## 20,000 simulated runs, then 300 runs of the buffer and 40 of the weight channel under kill -9: an hour or two
 	$(BIN)/python -m benchmarks.simulator --seeds 20000 --jobs 2
 	$(BIN)/python -m tests.faults.soak --rounds 300
 
@@ -80,7 +80,8 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy -p benchmarks.simulator
+	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights
+	$(BIN)/mypy benchmarks/gpu/weights.py
 	$(BIN)/lint-imports
 
 format: $(VENV)/installed-dev  ## write the code in its one format

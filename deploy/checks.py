@@ -1,10 +1,12 @@
-"""All that can be known wrong before a process starts. Opens no socket, writes nothing.
+"""All that can be known wrong before a process of the run starts. Opens no socket, writes nothing.
 
 The rules are the daemons' own: each checks its part again when it starts; here they meet, so that `rollstream up` fails before it has made anything.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import orjson
@@ -12,10 +14,18 @@ import orjson
 from deploy.config import UpConfig
 from protocol.errors import ConfigError
 from protocol.keys import Keys
+from protocol.objects import object_store
+from weightsync.config import WeightsConfig, relay_folder
+
+_COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+_COUNT_S = 120.0
+"""A first import of torch from a slow disk takes most of a minute."""
+_FROM_GPU = ("nccl", "ipc")
 
 
 def check_all(config: UpConfig) -> None:
-    """Cross-field rules, model folder and whether its weight files are whole, every row of the data set and of the held-out set, reward function.
+    """Cross-field rules, model folder and whether its weight files are whole, every row of the data set and of the held-out set, reward function, drivers
+    of the stores behind URLs.
 
     Raises: `ConfigError` naming file, line or key and what to do.
     """
@@ -27,7 +37,42 @@ def check_all(config: UpConfig) -> None:
     trainer = TrainerDaemonConfig(**{name: getattr(config, name) for name in TrainerDaemonConfig.model_fields})
     trainer.check()
     check_weights(trainer.model_folder)
+    check_stores(config)
     prepare(ProducerDaemonConfig(**{name: getattr(config, name) for name in ProducerDaemonConfig.model_fields}))
+
+
+def check_stores(config: UpConfig) -> None:
+    """Whether each place outside Redis is one that every process of the run can reach, as far as its name tells. Asks none of them.
+
+    Raises: `ConfigError` naming the key, for a scheme nobody knows, a driver that is not installed, or one process's own memory.
+    """
+    places = {"weights.store": config.weights.store, "buffer.spill": config.buffer.spill, "buffer.blobs": config.buffer.blobs}
+    for key, where in places.items():
+        if any(part.startswith("memory://") for part in where.split("::")):
+            raise ConfigError(f"{key} {where}: memory:// is the memory of one process, and a run has several; give a folder or the URL of a store")
+        if where:
+            object_store(where, key=key)
+    relay_folder(config.weights, config.run)
+
+
+def check_gpu(weights: WeightsConfig) -> None:
+    """Whether torch sees a GPU here, which a weight server of this transport sends from. It is asked in a process of its own, as `up` needs no torch.
+
+    Raises: `ConfigError` if it sees none, or cannot be asked.
+    """
+    if weights.transport not in _FROM_GPU:
+        return
+    wanted = f'weights.transport = "{weights.transport}" needs a GPU here, for the weight server'
+    instead = 'use "store", "delta" or "gloo", or a machine with one'
+    try:
+        asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=_COUNT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise ConfigError(f"{wanted}: torch cannot be asked for one ({problem})") from problem
+    if asked.returncode:
+        why = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        raise ConfigError(f"{wanted}: torch cannot be asked for one ({why:.300}); {instead}")
+    if asked.stdout.strip() == "0":
+        raise ConfigError(f"{wanted}, and torch sees none (driver, CUDA_VISIBLE_DEVICES, a torch built for CPUs?); {instead}")
 
 
 def check_weights(folder: Path) -> None:

@@ -15,6 +15,7 @@ from protocol.errors import EXIT_FAULT, ConfigError, RollstreamError
 
 Handler = Callable[[argparse.Namespace], int]
 _BENCHES = ("buffer", "weights")
+_LAST_PORT = 65535
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,30 +60,15 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     redis.add_argument("--dir", default="runs/redis", metavar="FOLDER", help="where its data lie (default: runs/redis)")
     redis.add_argument("--appendfsync", choices=("always", "everysec", "no"), default="everysec", help="fsync policy of its log")
     redis.set_defaults(handler=_redis)
-    for name, text in (
-        ("status", "a run at a glance"),
-        ("groups", "groups by state"),
-        ("engines", "engines and their versions"),
-        ("weights", "the weight channel"),
-    ):
-        look = _with_file(commands, name, _look, text)
-        look.add_argument("--json", action="store_true", help="for programs")
-        look.set_defaults(what=name, action=None)
-        if name == "weights":
-            look.add_argument("action", nargs="?", choices=("check",), help="check: ask every engine for its checksums, and compare")
-            look.description = (
-                "The weight channel: which version is newest, who carries it, what each engine serves and by which way. With check, every engine is asked for "
-                "checksums of what it holds, one engine at a time, which takes each of them seconds; engines of one version must agree, and an embedded one "
-                "with what was published. Exit codes of check: 0 all do, 1 one does not or cannot be asked."
-            )
-    summary = _with_file(commands, "summary", _summary, "write summary.json of a run that was started by hand, and print it")
-    summary.add_argument("--json", action="store_true", help="for programs")
-    bias = _with_file(commands, "bias", _bias, "what became of every sampled token, by length and age")
-    bias.add_argument("--json", action="store_true", help="for programs")
+    _add_looks(commands)
     add_replay_commands(partial(_with_file, commands))
     add_run_commands(commands)
     add_letter_commands(commands, _with_file)
-    bench = commands.add_parser("bench", help="measure, from a checkout", description="A benchmark of the checkout this is run in; see benchmarks/README.md.")
+    bench = commands.add_parser(
+        "bench",
+        help="measure, from a checkout",
+        description="A benchmark of the checkout this is run in, with the Python this runs on; `make bench-buffer` and `make bench-weights` install what each needs.",
+    )
     bench.add_argument("what", choices=_BENCHES, help="which")
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; try --help")
     bench.set_defaults(handler=_bench)
@@ -102,6 +88,30 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What only looks at a run."""
+    for name, text in (
+        ("status", "a run at a glance"),
+        ("groups", "groups by state"),
+        ("engines", "engines and their versions"),
+        ("weights", "the weight channel"),
+    ):
+        look = _with_file(commands, name, _look, text)
+        look.add_argument("--json", action="store_true", help="for programs")
+        look.set_defaults(what=name, action=None)
+        if name == "weights":
+            look.add_argument("action", nargs="?", choices=("check",), help="check: ask every engine for its checksums, and compare")
+            look.description = (
+                "The weight channel: which version is newest, who carries it, what each engine serves and by which way. With check, every engine is asked for "
+                "checksums of what it holds, one engine at a time, which takes each of them seconds; engines of one version must agree, and an embedded one "
+                "with what was published. Exit codes of check: 0 all do, 1 one does not or cannot be asked, or there is none."
+            )
+    summary = _with_file(commands, "summary", _summary, "write summary.json of a run that was started by hand, and print it")
+    summary.add_argument("--json", action="store_true", help="for programs")
+    bias = _with_file(commands, "bias", _bias, "what became of every sampled token, by length and age")
+    bias.add_argument("--json", action="store_true", help="for programs")
+
+
 def _add_carriers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Who brings versions to engines, where these do not load them from the store themselves."""
     relay = _with_file(commands, "relay", _relay, "whole versions in this machine's memory, for all of its engines")
@@ -112,7 +122,7 @@ def _add_carriers(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     server = _with_file(commands, "weight-server", _weight_server, "send versions to engines by collective or by handle")
     server.add_argument("--device", default="", metavar="DEVICE", help="torch's spelling: cpu, cuda:0, …; default: cpu for gloo, else cuda:0")
     server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on, which engines are told (default: 127.0.0.1)")
-    server.add_argument("--port", type=int, default=0, metavar="PORT", help="port to listen on; 0, the default: a free one")
+    server.add_argument("--port", type=_port, default=0, metavar="PORT", help="port to listen on; 0, the default: a free one")
     server.description = (
         "Stage the run's newest weights on a device and send them to each engine by itself: gloo or nccl from anywhere, ipc on the engine's own GPU "
         "(weights.transport). Engines take versions from the store while there is none."
@@ -145,6 +155,13 @@ def _index(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 to {_LAST_PORT}")
     return value
 
 

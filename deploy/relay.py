@@ -11,9 +11,12 @@ import logging
 import os
 import secrets
 import socket
+import tempfile
+from pathlib import Path
 
 from protocol.config import RedisConfig, RunConfig, Tree
 from protocol.connection import Client, check_server, connect
+from protocol.durable import make_folder
 from protocol.errors import ConfigError, ManifestError, RollstreamError, VersionGone
 from protocol.keys import Keys
 from protocol.messages import Manifest, RelayStatus
@@ -24,10 +27,11 @@ from weightsync.channel import Channel
 from weightsync.config import WeightsConfig, relay_folder
 from weightsync.mirror import Mirror
 from weightsync.pointer import Pointer
+from weightsync.roles import RELAY
 from weightsync.store import VersionStore, open_store
 
 _LOG = logging.getLogger(__name__)
-ROLE = "relay"
+ROLE = RELAY
 """Under which relays announce themselves."""
 BEAT_S = 2.5
 _COPY_S = 600.0
@@ -48,10 +52,11 @@ class RelayConfig(Tree):
 async def run_relay(config: RelayConfig, stop: asyncio.Event) -> None:
     """Follow the run's weight pointer until `stop`. Order of stopping: a copy under way is given up, the pin is given back, the relay leaves the list.
 
-    Raises: `ConfigError` for a store that is not there; `RedisUnavailable`.
+    Raises: `ConfigError` for a store that is not there, or a folder that cannot be written to; `RedisUnavailable`.
     """
     if not config.redis.url:
         raise ConfigError("redis.url is empty: a relay needs the URL of the run's Redis (--set redis.url=unix:///path/to/redis.sock)")
+    await asyncio.to_thread(_check_folder, relay_folder(config.weights, config.run))
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
         await check_server(client, url=config.redis.url)
@@ -62,12 +67,22 @@ async def run_relay(config: RelayConfig, stop: asyncio.Event) -> None:
         await client.aclose()
 
 
+def _check_folder(folder: Path) -> None:
+    """Make it, and a file in it. Raises: `ConfigError`: copies fail for ever where these cannot be made."""
+    try:
+        make_folder(folder, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise ConfigError(f"weights.relay: nothing can be written to {folder} ({problem}); choose another folder, or make it writable") from problem
+
+
 class _Relay:
     def __init__(self, config: RelayConfig, client: Client, store: VersionStore, waker: Wakeups) -> None:
         keys = Keys(config.run.name)
         self._id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._waker = waker
-        self._pointer = Pointer(client, keys, f"relay:{self._id}")
+        self._pointer = Pointer(client, keys, f"{ROLE}:{self._id}")
         self._presence = Presence(client, keys, ROLE, RelayStatus)
         weights = config.weights
         folder = relay_folder(weights, config.run)

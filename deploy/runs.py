@@ -20,15 +20,17 @@ from rich.table import Table
 
 from buffer.redis_ledger import RedisLedger
 from deploy.config import ReaderConfig, reader_url
-from protocol.config import load
+from protocol.config import RunConfig, Tree, load
 from protocol.connection import Client, asking, check_server, connect
 from protocol.errors import ConfigError, RollstreamError, RunExists, RunMissing
 from protocol.keys import Keys
-from protocol.messages import ProducerStatus, TrainerStatus
+from protocol.messages import ProducerStatus, RelayStatus, TrainerStatus
 from protocol.objects import object_store
 from protocol.presence import Presence
 from weightsync.channel import Channel
+from weightsync.config import WeightsConfig, is_url, relay_folder
 from weightsync.registry import Registry
+from weightsync.roles import RELAY
 
 _STATE_KEY = re.compile(r"rs:\{([^{}]+)\}:state")
 _DEADLINE_S = 10.0
@@ -155,28 +157,59 @@ async def _delete(options: argparse.Namespace) -> list[str]:
         if not options.force and (line.alive or line.problem):
             seen = line.problem or f"{', '.join(line.alive)} alive in it"
             raise RunExists(f"run {options.run!r} is not deleted: {seen}; stop its processes first, or use --force")
-        places = await _files(client, keys)
+        of_run = _of_run(options)
+        places, stays = await _files(client, keys, of_run)
         said = [f"{options.run}: {await RedisLedger(client, keys).delete_run()} keys deleted from Redis"]
         for what, where in places:
             if options.files:
                 said.append(f"{what} {where}: " + await asyncio.to_thread(_remove, where))
             else:
                 said.append(f"{what} {where}: left (--files deletes it)")
-        return [*said, "its folder with checkpoints and records is left"]
+        return [*said, *stays, "its folder with checkpoints and records is left"]
 
 
-async def _files(client: Client, keys: Keys) -> list[tuple[str, str]]:
-    """(what, folder or URL) that only this run uses outside Redis and outside its own folder."""
-    found = []
+class _OfRun(Tree):
+    """What a file tells of a run that no Redis knows."""
+
+    run: RunConfig
+    weights: WeightsConfig = WeightsConfig()
+
+
+def _of_run(options: argparse.Namespace) -> _OfRun | None:
+    """The file that was named, if it is of this run. Raises: `ConfigError`."""
+    config = load(_OfRun, options.config, sets=options.set) if options.config else None
+    return config if config is not None and config.run.name == options.run else None
+
+
+async def _files(client: Client, keys: Keys, of_run: _OfRun | None) -> tuple[list[tuple[str, str]], list[str]]:
+    """(what, folder or URL) that only this run uses outside Redis and outside its own folder; and what is said of the rest."""
+    found, stays, copied = [], [], False
     with contextlib.suppress(RollstreamError, ValueError, KeyError):
         newest = await Channel(client, keys).newest()
-        store = Path(newest.location).parent if newest is not None else None
-        if store is not None and (store.name == keys.run or store.name.startswith(f"{keys.run}-")) and store.is_dir():
+        copied = newest is not None and (newest.kind == "delta" or is_url(newest.location))
+        if newest is not None and is_url(newest.location):
+            stays.append(f"weights {newest.location.rpartition('/')[0]}: left, as versions behind a URL are not deleted; use the tools of that store")
+        elif newest is not None and (store := Path(newest.location).parent).is_dir() and _named_after(store, keys.run):
             found.append(("weights", str(store)))
+    if of_run is not None:
+        relay = relay_folder(of_run.weights, of_run.run)
+        if relay.is_dir() and not relay.is_relative_to(of_run.run.folder):
+            found.append(("copies of weights on this machine", str(relay)))
+    elif copied or await _has_relays(client, keys):
+        stays.append("copies of weights on machines with engines: left, as only the run's file tells where; with -c and that file, this machine's are found")
     with contextlib.suppress(RollstreamError, ValueError, KeyError):
         _, settings = await RedisLedger(client, keys).about()
         found += [(name, f"{where.rstrip('/')}/{keys.run}") for name, where in (("spill", settings.spill), ("blobs", settings.blobs)) if where]
-    return found
+    return found, stays
+
+
+def _named_after(folder: Path, run: str) -> bool:
+    return folder.name == run or folder.name.startswith(f"{run}-")
+
+
+async def _has_relays(client: Client, keys: Keys) -> bool:
+    """Whether a relay ever announced itself in this run."""
+    return await Presence(client, keys, RELAY, RelayStatus).last_seen() is not None
 
 
 def _remove(where: str) -> str:

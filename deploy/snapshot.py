@@ -24,6 +24,7 @@ from protocol.presence import Presence
 from protocol.versions import Version
 from weightsync.channel import Channel
 from weightsync.registry import Registry
+from weightsync.roles import RELAY, WEIGHT_SERVER
 
 _FRESH_S = 0.4
 _DEFAULTS = BufferConfig()
@@ -148,8 +149,8 @@ class PictureSource:
         self._producers = Presence(client, keys, "producer", ProducerStatus)
         self._trainers = Presence(client, keys, "trainer", TrainerStatus)
         self._shadows = Presence(client, keys, "shadow", TrainerStatus)
-        self._weight_servers = Presence(client, keys, "weight-server", WeightServerStatus)
-        self._relays = Presence(client, keys, "relay", RelayStatus)
+        self._weight_servers = Presence(client, keys, WEIGHT_SERVER, WeightServerStatus)
+        self._relays = Presence(client, keys, RELAY, RelayStatus)
         self._settings: BufferConfig | None = None
         self._follower = AuditFollower(client, keys, spill)
         self._lock = asyncio.Lock()

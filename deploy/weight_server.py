@@ -6,6 +6,7 @@ import argparse
 
 from protocol.config import load
 from protocol.daemon import run_daemon
+from weightsync.roles import WEIGHT_SERVER
 from weightsync.server.serve import WeightServerConfig, run_weight_server
 
 __all__ = ["WeightServerConfig", "run_weight_server", "serve"]
@@ -14,4 +15,4 @@ __all__ = ["WeightServerConfig", "run_weight_server", "serve"]
 def serve(options: argparse.Namespace) -> int:
     """Exit codes: 0 ended in good order, 1 fault, 2 bad configuration, 75 try again."""
     config = load(WeightServerConfig, options.config, sets=options.set)
-    return run_daemon("weight-server", lambda stop: run_weight_server(config, stop, device=options.device, host=options.host, port=options.port))
+    return run_daemon(WEIGHT_SERVER, lambda stop: run_weight_server(config, stop, device=options.device, host=options.host, port=options.port))

@@ -40,7 +40,7 @@ class Sampler:
     """Makes single rollouts; the group and the evaluation share it."""
 
     def __init__(self, *, pool: EnginePool, client: EngineClient, grader: Grader, config: ProducerConfig, decode: Decode) -> None:
-        """`decode`: of the model's tokenizer, for the text of what several engines wrote."""
+        """`decode`: of the model's tokenizer, for end and text of what several engines wrote."""
         self._decode = decode
         self._pool = pool
         self._client = client
@@ -61,30 +61,31 @@ class Sampler:
 
         Raises: `SampleFailed` when the attempts or the budget are used up.
         """
-        attempts, draft = _Attempts(self._config), Draft()
+        attempts, draft = _Attempts(self._config), Draft(sampling, self._decode)
         queue_s = generate_s = 0.0
-        while not draft.ended(sampling):
+        while not draft.ended:
             began = time.monotonic()
             engine = await self._pool.acquire(min_version, attempts.failed)
             started = time.monotonic()
             queue_s += started - began
             try:
-                piece = await self._generate(engine, draft.prompt(prompt), draft.rest(sampling), f"{rid}.{attempts.count}", attempts)
+                piece = await self._generate(engine, draft.prompt(prompt), draft.rest(), f"{rid}.{attempts.count}", attempts)
             except SampleAborted:
                 await self._again(attempts, started)
                 continue
             generated = time.monotonic()
             generate_s += generated - started
+            had = draft.tokens
             if piece is None:
                 self.retried += 1
             else:
                 draft = draft.plus(piece)
             if piece is None or piece.finish_reason != ABORTED:
                 attempts.spent_s += generated - started
-            elif not draft.ended(sampling):
-                self.kept_tokens += len(piece.output_ids)
+            elif not draft.ended:
+                self.kept_tokens += draft.tokens - had
                 await self._again(attempts, started)
-        generated, generation = time.monotonic(), draft.whole(sampling, self._decode)
+        generated, generation = time.monotonic(), draft.whole()
         reward = await self._reward(chosen, generation, attempts)
         rewarded = time.monotonic()
         return Sampled(

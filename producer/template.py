@@ -7,6 +7,7 @@ tokens out, so none are added on top. Templates are somebody else's code: they r
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,22 @@ from tokenizers import Tokenizer
 from protocol.errors import ConfigError
 from protocol.messages import JsonValue
 
+_LOG = logging.getLogger(__name__)
+
 Prompt: TypeAlias = "str | list[dict[str, JsonValue]]"
+
+
+class Decoder:
+    """Sampled tokens to text as engines give it, and the tokens that end a response."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        """Empty: the model folder names none."""
+
+    def __call__(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text, without the special tokens unless asked for."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
 
 class PromptEncoder:
@@ -45,6 +61,13 @@ class PromptEncoder:
         self._tokenizer.no_padding()
         settings = _read_json(folder / "tokenizer_config.json")
         self._special = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
+        self.decode = Decoder(self._tokenizer, _eos_ids(folder, self._tokenizer, self._special.get("eos_token")))
+        if not self.decode.eos_ids:
+            _LOG.warning(
+                "model.path %s names no end-of-sequence token, so the last token of each response that an update aborts is sampled again: "
+                "add eos_token_id to generation_config.json or config.json, or eos_token to tokenizer_config.json",
+                model_path,
+            )
         self._where, text = _template_text(folder, settings)
         self._template = _compile(self._where, text) if text is not None else None
 
@@ -53,10 +76,6 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return list(self._tokenizer.encode(prompt).ids)
         return list(self._tokenizer.encode(self.render(prompt), add_special_tokens=False).ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without special ones, as engines give it."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def render(self, messages: Sequence[Mapping[str, JsonValue]]) -> str:
         """Chat messages as the text the model expects, up to where it should answer."""
@@ -84,6 +103,14 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """`bos_token`, `eos_token`, …: plain strings, or objects that hold one."""
     found = {name: value.get("content") if isinstance(value, dict) else value for name, value in settings.items() if name.endswith("_token")}
     return {name: value for name, value in found.items() if isinstance(value, str)}
+
+
+def _eos_ids(folder: Path, tokenizer: Tokenizer, eos_token: str | None) -> frozenset[int]:
+    """End-of-sequence tokens as engines collect them: of the model, of its generation settings and of the tokenizer."""
+    named = [_read_json(folder / file).get("eos_token_id") for file in ("config.json", "generation_config.json")]
+    named.append(None if eos_token is None else tokenizer.token_to_id(eos_token))
+    flat = [token for entry in named for token in (entry if isinstance(entry, list) else [entry])]
+    return frozenset(token for token in flat if isinstance(token, int) and not isinstance(token, bool))
 
 
 def _template_text(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str | None]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import xxhash
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from protocol.config import RunConfig, Section
 from protocol.errors import ConfigError
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder below it carries the user's id and is made with mode 700
 _FOLDER_SCHEMES = ("file", "local")
+_NCCL_BUCKET_MB = 256
 
 
 class WeightsConfig(Section):
@@ -29,7 +30,7 @@ class WeightsConfig(Section):
     dtype: Literal["", "float32", "bfloat16", "float16"] = Field("", description="Type that floats are published in. Empty: as trained.")
     full_every: int = Field(20, ge=1, description="With transport delta, every n-th version is published whole; the others hold what changed.")
     relay: str = Field("", description="Folder of this machine's whole copies, for delta and for a store behind a URL. Empty: shared memory, or run.dir.")
-    bucket_mb: int = Field(256, ge=1, description="Megabytes sent or written at a time. Below 256, NCCL spends more time on calls than on bytes.")
+    bucket_mb: int = Field(256, ge=1, description="Megabytes sent or written at a time. nccl needs 256: below, it spends more time on calls than on bytes.")
     publish_every: int = Field(1, ge=1, description="Publish the weights of every n-th step. On-policy runs (pipeline_depth 0) need 1.")
     pause_mode: Literal["in_place", "retract", "abort"] = Field(
         "in_place",
@@ -42,6 +43,19 @@ class WeightsConfig(Section):
     min_interval_s: float = Field(0.0, ge=0, description="Seconds an engine serves at least between two updates; raise it when pauses cost throughput.")
     group_deadline_s: float = Field(30.0, gt=0, description="Seconds a process group of one engine and its weight server may take to form.")
     apply_deadline_s: float = Field(60.0, gt=0, description="Seconds one engine may take from pause to verified; past it the engine is unfit.")
+
+    @field_validator("relay")
+    @classmethod
+    def _check_relay(cls, relay: str) -> str:
+        if is_url(relay):
+            raise ValueError("engines load from there, so it must be a folder of this machine: give a path")
+        return relay
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.transport == "nccl" and self.bucket_mb < _NCCL_BUCKET_MB:
+            raise ValueError(f'bucket_mb {self.bucket_mb} is below {_NCCL_BUCKET_MB}, which transport = "nccl" needs: raise weights.bucket_mb')
+        return self
 
 
 def is_url(store: str) -> bool:

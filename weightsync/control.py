@@ -35,8 +35,14 @@ class EngineControl:
         self._about: Mapping[str, Any] | None = None
         self._sessions: bool | None = None
         self._spans: bool | None = None
+        self.calls = 0
+        """How often the engine was asked something."""
+        self._heard = 0
+        """The last of them that it answered."""
 
-    # generation -----------------------------------------------------------------------------------------------------------------------------
+    def silent_since(self, calls: int) -> bool:
+        """Whether the engine was asked more after so many `calls`, and did not answer the last time; a caller that gave up on it got no answer either."""
+        return self.calls > max(calls, self._heard)
 
     async def pause(self, mode: str, *, deadline_s: float = CALL_S) -> None:
         """Stop decoding: `in_place` keeps running requests, `retract` drops their keys and values, `abort` ends them. New requests wait."""
@@ -74,8 +80,6 @@ class EngineControl:
         self._spans = spans is not None
         return (*(str(span.get("version")) for span in spans or []), str(meta.get("weight_version")))
 
-    # what it is -----------------------------------------------------------------------------------------------------------------------------
-
     async def model_info(self, *, deadline_s: float = CALL_S) -> Mapping[str, Any]:
         return await self._call("GET", "/model_info", None, deadline_s)
 
@@ -109,8 +113,6 @@ class EngineControl:
     async def weights_checksum(self, *, deadline_s: float) -> Mapping[str, Any]:
         """Checksums of every parameter as the engine holds it, by rank; takes seconds on a GPU."""
         return _taken(self.url, "a checksum", await self._call("POST", "/weights_checker", {"action": "checksum"}, deadline_s))
-
-    # updates --------------------------------------------------------------------------------------------------------------------------------
 
     async def update_from_disk(self, path: str, version: str, *, deadline_s: float) -> None:
         """Load the model folder `path` and call it `version`. Raises: `ApplyFailed` with the engine's own words."""
@@ -202,13 +204,6 @@ class EngineControl:
         answer = await self._call("POST", "/update_weights_from_tensor", body, deadline_s, once=True)
         _taken(self.url, version or "a bucket of tensors", answer)
 
-    async def set_version(self, version: str, *, deadline_s: float = CALL_S) -> None:
-        """Call what the engine holds `version`; running requests go on, in a span of their own."""
-        body = {"new_version": version, "abort_all_requests": False}
-        _taken(self.url, version, await self._call("POST", "/update_weight_version", body, deadline_s))
-
-    # -- calls -------------------------------------------------------------------------------------------------------------------------------
-
     async def _call(self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, once: bool = False) -> Mapping[str, Any]:
         """Raises: `EngineUnavailable` (no answer in time), `ApplyFailed` (an answer that is a refusal)."""
         return _accepted(self.url + path, *await self._answer(method, path, body, deadline_s, once=once))
@@ -223,10 +218,14 @@ class EngineControl:
         key = self._api_key if path in _OPEN_TO_USERS else self._admin_key
         headers = ({"Authorization": f"Bearer {key}"} if key else {}) | ({} if body is None else {"Content-Type": "application/json"})
         timeout = aiohttp.ClientTimeout(total=deadline_s)
+        self.calls += 1
+        call = self.calls
         for last in (once, True):
             try:
                 async with self._session.request(method, self.url + path, data=data, headers=headers, timeout=timeout) as answer:
-                    return answer.status, _read(self.url + path, await answer.read())
+                    text = await answer.read()
+                    self._heard = max(self._heard, call)
+                    return answer.status, _read(self.url + path, text)
             except aiohttp.ServerDisconnectedError as problem:  # a kept connection that the server closed while idle
                 if last:
                     raise EngineUnavailable(f"{self.url}{path}: the engine closed the connection ({problem})") from problem

@@ -2,9 +2,9 @@
 
     look (version, checksums, version again) ──► judge ──► one finding an engine
 
-Engines of one version and one layout must agree with each other. Only an engine that keeps the Hugging Face names, the embedded one, can be compared with the
-published version as well: others fuse and shard tensors, so their names and checksums are of their own. Checksums take an engine seconds, during which it may
-decode nothing.
+Only an engine that keeps the Hugging Face names, the embedded one, can be compared with the published version: others fuse and shard tensors, so their names
+and checksums are of their own. Those of one version and one layout are compared with each other; what one of them loaded from the store stands for what was
+published, and without such a one they may agree and all be wrong. Checksums take an engine seconds, during which it may decode nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,10 +31,16 @@ Checksums: TypeAlias = Mapping[str, str]
 _TIED = "lm_head.weight"
 """Left out of files, or not kept apart by an engine, where it is the embedding."""
 _MOVED_AGAIN = 3
+_STORE = "store"
+_NOT_PROVEN = "compared with each other only: none of them loaded it from the store"
+_NOT_COMPARED = "not compared: no other engine has its version and layout, and its names are its own or the version is not kept any more"
 
 
 class Verdict(StrEnum):
     SAME = "same"
+    """As it was published, or as an engine has it that loaded it from the store."""
+    AGREE = "agree"
+    """With each other, and with nothing that is known to be right."""
     DIFFERS = "differs"
     ALONE = "alone"
     """No engine of its version and layout, and no published version to compare with."""
@@ -55,6 +61,8 @@ class Held:
     ranks: tuple[Checksums, ...]
     published_names: bool
     """One rank with Hugging Face names."""
+    from_store: bool = False
+    """It loaded this version from the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +71,7 @@ class Finding:
     version: str
     verdict: Verdict
     why: str = ""
-    """Names the first tensors that differ, or what is missing."""
+    """Names the first tensors that differ, or what is missing; empty where the engine is right."""
 
 
 def judge(held: Sequence[Held], published: Mapping[tuple[str, str], Checksums]) -> list[Finding]:
@@ -72,7 +80,7 @@ def judge(held: Sequence[Held], published: Mapping[tuple[str, str], Checksums]) 
     >>> one, two = ({"w": "0a"},), ({"w": "0b"},)
     >>> engines = [Held(engine_id=name, version="1:2", dtype="", layout="", ranks=ranks, published_names=False) for name, ranks in zip("abc", (one, one, two))]
     >>> [(finding.engine_id, finding.verdict.value) for finding in judge(engines, {})]
-    [('a', 'same'), ('b', 'same'), ('c', 'differs')]
+    [('a', 'agree'), ('b', 'agree'), ('c', 'differs')]
     """
     groups: dict[tuple[str, str, str], list[Held]] = {}
     for one in held:
@@ -85,14 +93,19 @@ def _find(one: Held, group: Sequence[Held], published: Checksums | None) -> Find
         why = _difference(one.ranks[0], published)
         return Finding(engine_id=one.engine_id, version=one.version, verdict=Verdict.DIFFERS if why else Verdict.SAME, why=why)
     if len(group) == 1:
-        return Finding(engine_id=one.engine_id, version=one.version, verdict=Verdict.ALONE)
-    counts = Counter(_mark(other) for other in group)
+        return Finding(engine_id=one.engine_id, version=one.version, verdict=Verdict.ALONE, why=_NOT_COMPARED)
+    right = [other for other in group if other.from_store]
+    judges = right or group
+    counts = Counter(_mark(other) for other in judges)
     mark, most = counts.most_common(1)[0]
-    if _mark(one) == mark and most * 2 > len(group):
-        return Finding(engine_id=one.engine_id, version=one.version, verdict=Verdict.SAME)
-    other = next(other for other in group if _mark(other) != _mark(one))
+    if _mark(one) == mark and most * 2 > len(judges):
+        found = Finding(engine_id=one.engine_id, version=one.version, verdict=Verdict.SAME)
+        return found if right else replace(found, verdict=Verdict.AGREE, why=_NOT_PROVEN)
+    other = next(other for other in sorted(judges, key=lambda other: _mark(other) != mark) if _mark(other) != _mark(one))
     why = next(text for mine, theirs in zip(one.ranks, other.ranks, strict=True) if (text := _difference(mine, theirs)))
-    return Finding(engine_id=one.engine_id, version=one.version, verdict=Verdict.DIFFERS, why=f"from {other.engine_id}: {why}")
+    return Finding(
+        engine_id=one.engine_id, version=one.version, verdict=Verdict.DIFFERS, why=f"from {other.engine_id}{' (from the store)' * bool(right)}: {why}"
+    )
 
 
 def _mark(held: Held) -> bytes:
@@ -137,6 +150,7 @@ def _held(engine: EngineStatus, version: str, dtype: str, answer: Mapping[str, A
         layout=xxhash.xxh3_64_hexdigest(layout),
         ranks=found,
         published_names=engine.kind == "embedded" and len(found) == 1,
+        from_store=engine.transport == _STORE and engine.version is not None and str(engine.version) == version,
     )
 
 

@@ -20,13 +20,16 @@ import logging
 import time
 from enum import StrEnum
 
-from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, VersionGone
+from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, ManifestError, VersionGone
 from protocol.messages import Manifest
+from weightsync.finish import left
 from weightsync.transports.contract import Transport
 
 _LOG = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 _BROKEN = (ApplyFailed, EngineUnavailable, DecodeError, OSError)
+PRIMARY_S = 60.0
+"""Of a deadline for preparing, at most half: what the primary may take before the store begins."""
 _GRACE_S = 0.5
 """A way that has not ended so long after its deadline is ended."""
 
@@ -84,23 +87,26 @@ class Transports:
         return self._transport(self._prepared).name
 
     async def prepare(self, manifest: Manifest, *, deadline_s: float) -> None:
-        """Return once `apply` can run. A primary that breaks, or takes more than its time, leaves the same version to the store at once.
+        """Return once `apply` can run. A primary that breaks, or is not done within `PRIMARY_S`, leaves the same version to the store at once.
 
-        Raises: `ManifestError` (`VersionGone`), `OSError`: the version cannot be had by any way. `ApplyFailed`, `EngineUnavailable`, `TimeoutError`: not now.
+        Raises: `ManifestError`, `OSError`: the version cannot be had by any way; `VersionGone`. `ApplyFailed`, `EngineUnavailable`, `TimeoutError`: not now.
         """
+        end = time.monotonic() + deadline_s
         if self._primary is not None and self._choice.way(time.monotonic()) is Way.PRIMARY:
-            self._prepared = Way.PRIMARY
+            self._prepared, primary_s = Way.PRIMARY, min(PRIMARY_S, deadline_s / 2)
             try:
-                async with asyncio.timeout(deadline_s + _GRACE_S):
-                    await self._primary.prepare(manifest, deadline_s=deadline_s)
-            except _BROKEN as problem:
+                async with asyncio.timeout(primary_s + _GRACE_S):
+                    await self._primary.prepare(manifest, deadline_s=primary_s)
+            except VersionGone:
+                raise
+            except (*_BROKEN, ManifestError) as problem:  # it reads the files by a way of its own: whether they are damaged, the store says
                 self._choice.prepare_failed(time.monotonic())
                 self._leave(problem, manifest)
             else:
                 return
         self._prepared = Way.STORE
-        async with asyncio.timeout(deadline_s + _GRACE_S):
-            await self._store.prepare(manifest, deadline_s=deadline_s)
+        async with asyncio.timeout(left(end) + _GRACE_S):
+            await self._store.prepare(manifest, deadline_s=left(end))
 
     async def apply(self, manifest: Manifest, *, deadline_s: float) -> None:
         """The paused engine takes what was prepared. Raises: as `Transport.apply` does; nothing else is tried now."""

@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,19 @@ from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync import delta
 from weightsync.channel import Channel
+from weightsync.manifests import check_manifest
 from weightsync.safetensors_file import index_of, new_file
 from weightsync.store import DirectoryStore, VersionStore
 from weightsync.version_files import INDEX_FILE, MANIFEST_FILE, by_file, made_whole, manifest_bytes
 
 _LOG = logging.getLogger(__name__)
 _LOCK_FILE = ".lock"
+PATIENCE_S = 30.0
+"""A holder of the lock that has not made the version in so long may be stopped: the version is made beside it."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.1
 """Between two looks at work of another process: a file lock has no deadline and wakes nobody who could have one."""
+_MOST_RIGHT = 16
+"""Of how many versions it is known that they were right; of others it is found out again when they are asked for."""
 Stopped: TypeAlias = Callable[[], bool]
 
 
@@ -67,7 +73,7 @@ class Mirror:
         self._keep = max(1, keep)
         self._bucket_bytes = bucket_bytes
         self._right: dict[Version, tuple[object, ...]] = {}
-        """Copies that this process has checked, and what their files were like then."""
+        """Of the versions checked last: what their files were like then."""
         self.totals = Totals()
         self.newest: Version | None = None
         """The newest version that `ensure` has answered."""
@@ -76,17 +82,23 @@ class Mirror:
     def folder(self) -> Path:
         return self._local.folder
 
+    @property
+    def store(self) -> VersionStore:
+        """What is copied."""
+        return self._store
+
     async def ensure(self, manifest: Manifest, *, deadline_s: float) -> Path:
         """The folder of this machine that holds `manifest.version` whole, every tensor checked. A full version in this machine's memory is where it is.
 
         Raises: `ManifestError` naming the tensor, if the version cannot be had from the store by any way; `VersionGone` if its files, or those of a version
         that it is made from, were collected. `OSError`: this machine has no room, or the store does not answer. `TimeoutError`.
         """
+        check_manifest(manifest)
         stop = threading.Event()
-        pause = _FIRST_LOOK_S
+        pause, alone_at = _FIRST_LOOK_S, time.monotonic() + PATIENCE_S
         try:
             async with asyncio.timeout(deadline_s):
-                while (found := await asyncio.to_thread(self._attempt, manifest, stop.is_set)) is None:
+                while (found := await asyncio.to_thread(self._attempt, manifest, stop.is_set, alone=time.monotonic() > alone_at)) is None:
                     await asyncio.sleep(pause)
                     pause = min(_LAST_LOOK_S, pause * 1.5)
         finally:
@@ -108,19 +120,17 @@ class Mirror:
                 return
         await asyncio.to_thread(self._drop, {needed, *pinned}, newest)
 
-    # -- in a thread ---------------------------------------------------------------------------------------------------------------------------
-
-    def _attempt(self, manifest: Manifest, stopped: Stopped) -> tuple[Path, bool] | None:
-        """The copy, and whether it was made now; None while another process is at work."""
+    def _attempt(self, manifest: Manifest, stopped: Stopped, *, alone: bool) -> tuple[Path, bool] | None:
+        """The copy, and whether it was made now; None while another process is at work, unless it is not waited for any more (`alone`)."""
         if (path := self._find(manifest)) is not None:
             return path, False
         make_folder(self.folder, mode=0o700)
         with self._lock() as mine:
-            if not mine:
+            if not mine and not alone:
                 return None
             if (path := self._find(manifest)) is not None:
                 return path, False
-            for left in self.folder.glob(".tmp-*"):  # only a holder of the lock makes these
+            for left in () if not mine else self.folder.glob(".tmp-*"):  # only a holder of the lock makes these
                 shutil.rmtree(left, ignore_errors=True)
             self._local.delete(manifest.version)
             return (self._fetch(manifest, stopped) if manifest.kind == "full" else self._derive(manifest, stopped)), True
@@ -162,7 +172,10 @@ class Mirror:
             seen = ()
         if not seen or self._right.get(manifest.version) != seen:
             where.verify(manifest)
+            self._right.pop(manifest.version, None)
             self._right[manifest.version] = seen
+            for old in list(self._right)[:-_MOST_RIGHT]:
+                self._right.pop(old, None)
 
     def _fetch(self, manifest: Manifest, stopped: Stopped) -> Path:
         """A full version as the store has it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import orjson
@@ -33,11 +33,11 @@ from weightsync.version_files import (
     check_tensors,
     draft_delta,
     draft_full,
+    drop,
     held,
     manifest_bytes,
     parse_name,
     read_manifest,
-    with_parents,
 )
 
 _ASSETS_FILE = "assets.json"
@@ -58,8 +58,6 @@ class ObjectVersions:
     @property
     def location(self) -> str:
         return self._objects.url
-
-    # -- writing -------------------------------------------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot) -> Manifest:
         """Make `snapshot` a version that anybody may read; see `VersionStore.write`."""
@@ -104,8 +102,6 @@ class ObjectVersions:
                     self._objects.write(name, [path.read_bytes()])
             self._assets = orjson.dumps([f"{folder}/{path.name}" for path in files])
         return self._assets
-
-    # -- reading -------------------------------------------------------------------------------------------------------------------------------
 
     def verify(self, manifest: Manifest) -> None:
         """Return once every byte the manifest names is known to be there and right; see `VersionStore.verify`."""
@@ -197,8 +193,6 @@ class ObjectVersions:
         name = next((entry.name for entry in manifest.tensors if entry.file == file), "")
         return ManifestError(f"version {manifest.version}: tensor {name} is said to lie in {file}, outside the version's folder")
 
-    # -- clearing ------------------------------------------------------------------------------------------------------------------------------
-
     def delete(self, version: Version) -> None:
         """Remove a version; it is gone for readers at once. Removing what is not there is fine."""
         folder = _folder(version)
@@ -212,11 +206,11 @@ class ObjectVersions:
 
     def sweep(self, incarnation: int, known: Collection[Version]) -> tuple[Version, ...]:
         """Remove what is neither known nor a parent of what is, also what was never finished; see `VersionStore.sweep`."""
-        return self._drop((version for version in self._there(whole=False) if version.incarnation <= incarnation), known)
+        return drop(self, (version for version in self._there(whole=False) if version.incarnation <= incarnation), known)
 
     def drop_unlisted(self, incarnation: int, known: Collection[Version]) -> tuple[Version, ...]:
         """Remove versions of `incarnation` that are neither known nor parents of what is."""
-        return self._drop((version for version in self.versions() if version.incarnation == incarnation), known)
+        return drop(self, (version for version in self.versions() if version.incarnation == incarnation), known)
 
     def _there(self, *, whole: bool) -> tuple[Version, ...]:
         found = set()
@@ -226,19 +220,6 @@ class ObjectVersions:
             if version is not None and (file == MANIFEST_FILE or not whole):
                 found.add(version)
         return tuple(sorted(found))
-
-    def _drop(self, versions: Iterable[Version], known: Collection[Version]) -> tuple[Version, ...]:
-        needed = with_parents(known, self._parent)
-        dropped = tuple(version for version in versions if version not in needed)
-        for version in dropped:
-            self.delete(version)
-        return dropped
-
-    def _parent(self, version: Version) -> Version | None:
-        try:
-            return self.manifest(version).parent_version
-        except ManifestError:
-            return None
 
     def _location(self, version: Version) -> str:
         return f"{self.location}/{_folder(version)}"

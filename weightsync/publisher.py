@@ -23,6 +23,7 @@ from protocol.messages import Manifest
 from weightsync.cast import cast
 from weightsync.channel import Channel
 from weightsync.config import WeightsConfig
+from weightsync.finish import finish
 from weightsync.kinds import Kinds, Layout, layout_of
 from weightsync.snapshot import HeldWeights, Snapshot, TensorBytes
 from weightsync.store import VersionStore
@@ -103,7 +104,7 @@ class Publisher:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
-        """Finish what is being written, drop what waits (call `drain` first to keep it)."""
+        """Finish what is being written, also when cancelled; drop what waits (call `drain` first to keep it)."""
         self._closing = True
         self._drop_pending()
         self._work.set()
@@ -111,14 +112,8 @@ class Publisher:
         if task is None:
             return
         try:
-            async with asyncio.timeout(_LAST_WRITE_S):
-                await asyncio.shield(task)
-        except TimeoutError:
-            _LOG.warning("a version was still being written after %.0f s: given up", _LAST_WRITE_S)
+            await finish(task, limit_s=_LAST_WRITE_S)
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             self._hold(None)
 
     def submit(self, snapshot: Snapshot, incarnation: int, *, acknowledged: bool = False) -> None:
@@ -188,8 +183,12 @@ class Publisher:
     async def _sweep(self, incarnation: int) -> None:
         """Leftovers of trainers before this one go before it writes anything."""
         known = await self._channel.versions()
-        await asyncio.to_thread(self._store.sweep, incarnation, known)
-        self._swept = True
+        try:
+            await asyncio.to_thread(self._store.sweep, incarnation, known)
+        except OSError as problem:  # tried again before the next version: what is there now is listed, and stays
+            _LOG.warning("leftovers in %s cannot be deleted: %s", self._store.location, problem)
+        else:
+            self._swept = True
 
     async def _rest(self) -> None:
         self._running = False
@@ -230,6 +229,7 @@ class Publisher:
                 failpoint(Failpoint.VERSION_PUBLISHED)
             except OSError as problem:
                 self.trouble = f"version {job.snapshot.version} cannot be written to {self._store.location}: {problem}"
+                await self._collect(job.incarnation)  # what nobody needs any more may be all that is in the way
             except (LedgerRegressed, StepOrder) as problem:
                 if isinstance(problem, StepOrder) and not job.acknowledged:
                     raise
@@ -278,8 +278,18 @@ class Publisher:
             before.held.release()
 
     async def _look_after_pointer(self) -> None:
-        """Redis may lose an acknowledged publish, and nobody else would notice: an engine never goes back, and on-policy producers wait for ever."""
+        """Redis may lose an acknowledged publish, and nobody else would notice: an engine never goes back, and on-policy producers wait for ever. Files that
+        somebody removed cannot be made again here; it is told, and the next version mends it.
+        """
         published = self.published
+        try:
+            if published is not None and published.version not in await asyncio.to_thread(self._store.versions):
+                gone = f"version {published.version} is gone from {self._store.location}, and not by us: engines that start now wait for the next version"
+                if gone != self.trouble:
+                    _LOG.warning("%s", gone)
+                self.trouble = gone
+        except OSError as problem:
+            _LOG.warning("%s cannot be looked at: %s", self._store.location, problem)
         try:
             if published is None or ((newest := await self._channel.newest_version()) is not None and newest >= published.version):
                 return

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, ManifestError, RollstreamError, Unavailable, VersionGone
+from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, ManifestError, Unavailable, VersionGone
 from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import EngineId, EngineState, Manifest
 from protocol.versions import Version
@@ -25,6 +25,8 @@ from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
 from weightsync.dialect import Dialect, PauseMode
 from weightsync.fallback import Transports
+from weightsync.finish import finish
+from weightsync.manifests import check_manifest
 from weightsync.reconcile import Apply, Core, Pause, Prepare, Sight, Wait
 from weightsync.registry import Registry, UpdateTimes
 
@@ -32,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 RESUME_S = 5.0
 """Time kept back, after the deadline of an update, to let the engine go on."""
 _MARGIN_S = 2.0
+_CLEANUP_S = RESUME_S + _MARGIN_S
 RENEW_S = LOCK_S / 4
 """Between two renewals of the lock while a version is prepared."""
 PREPARE_S = 300.0
@@ -53,7 +56,8 @@ class Totals:
     transport: str = ""
     """What brought the version that is served; empty before the first."""
     silent: int = 0
-    """Updates in a row that the engine said it took and after which it wrote no token: it hangs, and whoever owns its process ends it (rule W6)."""
+    """Times in a row that the engine was to join a group or to take an update and answered no more, or wrote no token after it: it hangs, and whoever owns its
+    process ends it (rule W6)."""
 
 
 class Reconciler:
@@ -133,9 +137,9 @@ class Reconciler:
                 await self._wakeups.wait(*topics, since=mark, timeout_s=timeout_s)
         finally:
             try:
-                await _finish(self._transports.aclose())
+                await _finish(self._transports.aclose(), "transports")
             finally:
-                await _finish(self._claim.release())
+                await _finish(self._claim.release(), "lock")
 
     async def _take_over(self, state: EngineState, end: float) -> bool:
         """Whoever had the engine before may have left it half-updated: off the routes until the newest version is applied in full (rule W1).
@@ -192,14 +196,23 @@ class Reconciler:
     async def _get_ready(self, manifest: Manifest) -> None:
         with contextlib.suppress(*_REFUSALS):  # asked again when it is needed
             self._dialect = await self._control.dialect(deadline_s=_ASK_S)
-        await self._transports.prepare(manifest, deadline_s=PREPARE_S)
+        check_manifest(manifest)
+        asked = self._control.calls
+        try:
+            await self._transports.prepare(manifest, deadline_s=PREPARE_S)
+        except asyncio.CancelledError:
+            asked = self._control.calls  # whoever hears no answer here did not wait for one
+            raise
+        finally:
+            if self._control.silent_since(asked):  # also where the store has it now; an answer proves little here, since the engine need not decode for it
+                self.totals.silent += 1
 
-    async def _holding(self, work: Awaitable[None]) -> None:
+    async def _holding(self, work: Coroutine[Any, Any, None]) -> None:
         """`work` while the lock is renewed, since it may take longer and may talk to the engine (rule W1).
 
         Raises: what `work` raises; `Superseded` when the lock is lost, and then `work` is cancelled.
         """
-        task, renewal = asyncio.ensure_future(work), asyncio.create_task(self._renew(), name="reconciler:lock")
+        task, renewal = asyncio.create_task(work, name="reconciler:prepare"), asyncio.create_task(self._renew(), name="reconciler:lock")
         try:
             await asyncio.wait({task, renewal}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -264,7 +277,7 @@ class Reconciler:
 
     async def _update(self, manifest: Manifest, end: float) -> UpdateTimes:
         started = loading = loaded = time.monotonic()
-        touched, mode = False, self._config.pause_mode
+        touched, mode, asked = False, self._config.pause_mode, self._control.calls
         try:
             speaks = self._dialect or await self._control.dialect(deadline_s=min(_ASK_S, _left(end)))
             mode = self._safe_mode(speaks)
@@ -281,10 +294,12 @@ class Reconciler:
             await self._control.resume(deadline_s=_left(end))
             self._maybe_paused = False
         except BaseException as problem:
+            if isinstance(problem, Exception):
+                self._listen(asked)
             if isinstance(problem, VersionGone):
                 await self._go_on(end)
             if self._maybe_paused:
-                await _finish(self._let_go(_reason(manifest.version, problem), touched=touched))
+                await _finish(self._let_go(_reason(manifest.version, problem), touched=touched), "let-go")
             raise
         finally:
             paused_s = time.monotonic() - started
@@ -329,17 +344,25 @@ class Reconciler:
 
     async def _verify(self, version: Version, end: float) -> None:
         """The engine says so, and a token that it writes now says so: the answer to an update proves neither (rule W6)."""
-        if (served := await self._control.weight_version(deadline_s=_left(end))) != str(version):
-            raise ApplyFailed(f"the engine took the update and says it serves {served!r}")
+        asked = self._control.calls
         try:
+            if (served := await self._control.weight_version(deadline_s=_left(end))) != str(version):
+                raise ApplyFailed(f"the engine took the update and says it serves {served!r}")
             written = await self._control.probe(deadline_s=_left(end))
-        except EngineUnavailable:
-            self.totals.silent += 1
+        except _REFUSALS:
+            self._listen(asked)
             raise
         self.totals.silent = 0
         self._dialect = await self._control.dialect(deadline_s=_left(end))
         if set(written) != {str(version)}:
             raise ApplyFailed(f"the engine says it serves {version}, and its next token says {', '.join(written)}")
+
+    def _listen(self, asked: int) -> None:
+        """An update failed, begun after so many calls: a refusal was answered by somebody, silence by nobody."""
+        if self._control.silent_since(asked):
+            self.totals.silent += 1
+        elif self._control.calls > asked:
+            self.totals.silent = 0
 
     async def _failed(self, version: Version, problem: Exception) -> None:
         reason = _reason(version, problem)
@@ -367,21 +390,5 @@ def _left(end: float) -> float:
     return end - time.monotonic()
 
 
-async def _finish(work: Coroutine[Any, Any, None]) -> None:
-    """Cleanup that ends before we do, also when we are cancelled, within its own time; its failure is logged, not raised."""
-    task = asyncio.create_task(work, name="reconciler:let-go")
-    interrupted = False
-    end = time.monotonic() + RESUME_S + _MARGIN_S
-    while not task.done() and _left(end) > 0:
-        try:
-            await asyncio.wait({task}, timeout=_left(end))
-        except asyncio.CancelledError:
-            interrupted = True
-    task.cancel()
-    (outcome,) = await asyncio.gather(task, return_exceptions=True)
-    if isinstance(outcome, RollstreamError):
-        _LOG.warning("while stopping: %s", outcome)
-    elif isinstance(outcome, Exception):
-        raise outcome
-    if interrupted:
-        raise asyncio.CancelledError
+async def _finish(work: Coroutine[Any, Any, None], what: str) -> None:
+    await finish(asyncio.create_task(work, name=f"reconciler:{what}"), limit_s=_CLEANUP_S)

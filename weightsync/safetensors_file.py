@@ -81,7 +81,7 @@ def header_of(tensors: Mapping[str, Sized]) -> tuple[bytes, dict[str, tuple[int,
 def parts_of(tensors: Mapping[str, TensorBytes]) -> list[bytes | memoryview]:
     """A file, piece by piece."""
     header, places = header_of(tensors)
-    return [header, *(memoryview(tensors[name].data).cast("B") for name in places)]
+    return [header, *(memoryview(tensors[name].data).cast("B") for name in places if tensors[name].nbytes)]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], *, durable: bool) -> None:
@@ -207,7 +207,8 @@ def _places(where: str, view: memoryview) -> dict[str, tuple[str, tuple[int, ...
         try:
             (low, high), dtype, shape = entry["data_offsets"], entry["dtype"], tuple(entry["shape"])
             expected = math.prod(shape) * ITEM_BYTES[dtype]
-            fits = 0 <= low <= high <= len(view) - start
+            whole = all(type(number) is int and number >= 0 for number in (low, high, *shape))
+            fits = whole and low <= high <= len(view) - start
         except (KeyError, TypeError, ValueError) as problem:
             raise ManifestError(f"{where}: tensor {name} has an unusable header entry ({problem!r})") from problem
         if not fits:

@@ -18,7 +18,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -45,12 +45,12 @@ from weightsync.version_files import (
     check_tensors,
     draft_delta,
     draft_full,
+    drop,
     held,
     is_weights,
     manifest_bytes,
     parse_name,
     read_manifest,
-    with_parents,
 )
 
 _STRANGER_S = 24 * 3600.0
@@ -153,8 +153,6 @@ class DirectoryStore:
     def path(self, version: Version) -> Path:
         return self.folder / f"v{version.incarnation}-{version.n}"
 
-    # -- writing -------------------------------------------------------------------------------------------------------------------------------
-
     def write(self, snapshot: Snapshot) -> Manifest:
         """Make `snapshot` a version that anybody may read. Written again with equal weights, it is the version that is there.
 
@@ -213,8 +211,6 @@ class DirectoryStore:
         self.verify(there)
         return there
 
-    # -- reading -------------------------------------------------------------------------------------------------------------------------------
-
     def verify(self, manifest: Manifest) -> None:
         """Return once every byte the manifest names is known to be there and right; of a delta, its own bytes.
 
@@ -252,7 +248,7 @@ class DirectoryStore:
         return self._place(manifest)
 
     def _place(self, manifest: Manifest) -> Path:
-        folder, root = Path(manifest.location).resolve(), self.folder.resolve()
+        folder, root = _followed(manifest, Path(manifest.location)), self.folder.resolve()
         if folder == root or not folder.is_relative_to(root):
             raise ManifestError(f"version {manifest.version} lies in {manifest.location}, outside the store {self.folder}: set weights.store to the trainer's")
         if not folder.is_dir():
@@ -262,7 +258,7 @@ class DirectoryStore:
     @staticmethod
     def _inside(manifest: Manifest, folder: Path, file: str) -> Path:
         """The file of a version, known to lie in its folder, whatever links there are."""
-        path = (folder / file).resolve()
+        path = _followed(manifest, folder / file)
         if Path(file).name != file or not path.is_relative_to(folder):
             name = next((entry.name for entry in manifest.tensors if entry.file == file), "")
             raise ManifestError(f"version {manifest.version}: tensor {name} is said to lie in {file}, outside the version's folder")
@@ -305,8 +301,6 @@ class DirectoryStore:
         except FileNotFoundError as problem:
             raise VersionGone(f"version {manifest.version}: {source} is gone") from problem
 
-    # -- clearing ------------------------------------------------------------------------------------------------------------------------------
-
     def delete(self, version: Version) -> None:
         """Remove a version; it is gone for readers at once. Removing what is not there is fine."""
         doomed = self._unseen()
@@ -326,37 +320,24 @@ class DirectoryStore:
         See `VersionStore.sweep`. What is known keeps its chain of parents.
         """
         for temporary in self.folder.glob(".tmp-*"):
-            host, pid = temporary.name.removeprefix(".tmp-").rsplit("-", 2)[:2]
+            host, _, pid = temporary.name.removeprefix(".tmp-").rpartition("-")[0].rpartition("-")
             try:
                 age_s = time.time() - temporary.stat().st_mtime
             except FileNotFoundError:
                 continue
-            gone = not psutil.pid_exists(int(pid)) if host == socket.gethostname() and pid.isdigit() else age_s > _STRANGER_S
+            here = host == socket.gethostname() and pid.isdigit()
+            # This process has written nothing yet: what carries its number is of one before it, as in a container where every life has the same.
+            gone = int(pid) == os.getpid() or not psutil.pid_exists(int(pid)) if here else age_s > _STRANGER_S
             if gone:
                 shutil.rmtree(temporary, ignore_errors=True)
-        return self._drop((version for version in self.versions() if version.incarnation <= incarnation), known)
+        return drop(self, (version for version in self.versions() if version.incarnation <= incarnation), known)
 
     def drop_unlisted(self, incarnation: int, known: Collection[Version]) -> tuple[Version, ...]:
         """Remove versions of `incarnation` that no manifest names any more: Redis lost the list that they were on. Parents of what is known stay.
 
         Its publisher may call it between two writes; what others write is not looked at.
         """
-        return self._drop((version for version in self.versions() if version.incarnation == incarnation), known)
-
-    def _drop(self, versions: Iterable[Version], known: Collection[Version]) -> tuple[Version, ...]:
-        needed = with_parents(known, self._parent)
-        dropped = tuple(version for version in versions if version not in needed)
-        for version in dropped:
-            self.delete(version)
-        return dropped
-
-    def _parent(self, version: Version) -> Version | None:
-        try:
-            return self.manifest(version).parent_version
-        except ManifestError:
-            return None
-
-    # -- parts ---------------------------------------------------------------------------------------------------------------------------------
+        return drop(self, (version for version in self.versions() if version.incarnation == incarnation), known)
 
     def _unseen(self) -> Path:
         return self.folder / f".tmp-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
@@ -395,3 +376,11 @@ class DirectoryStore:
     def _sync(self, folder: Path) -> None:
         if self.durable:
             sync_folder(folder)
+
+
+def _followed(manifest: Manifest, path: Path) -> Path:
+    """Where it leads. Raises: `ManifestError` for links that lead nowhere."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError) as problem:
+        raise ManifestError(f"version {manifest.version}: {path} leads nowhere ({problem})") from problem

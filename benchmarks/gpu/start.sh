@@ -4,7 +4,7 @@
 #   py ARGS…                                python3 with those packages and this checkout
 #   serve NAME GPU PORT MODEL [FLAGS…]      an SGLang server in a session of its own; returns once it answers
 #   stop NAME                               end it with all its children
-# Packages, logs and compiled kernels lie in $KIT_WORK, outside the checkout, and stay for the next call while the machine is kept.
+# Packages, logs and compiled kernels lie in $KIT_WORK, outside the checkout, and serve every later call.
 set -u
 KIT=${KIT:-.gpu-kit/part1}
 export KIT_WORK=${KIT_WORK:-/tmp/gpu-kit}

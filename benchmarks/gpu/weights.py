@@ -305,7 +305,7 @@ class Bench:
                 await self.revive()
 
     def keep_logs(self) -> None:
-        """The end of every log, in one file: few files come back from a machine that is lent."""
+        """The end of every log, in one file to take home."""
         with (self.out / f"logs-{self.options.size}.txt").open("ab") as file:
             for path in sorted(self.work.glob("*.log")):
                 text = path.read_bytes()

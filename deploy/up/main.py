@@ -31,7 +31,7 @@ from redis.exceptions import RedisError
 from buffer.contract import RunState
 from buffer.redis_ledger import RedisLedger
 from consumer.config import stop_seconds
-from deploy.checks import check_all
+from deploy.checks import check_all, check_gpu
 from deploy.config import UpConfig, bind, check_ports
 from deploy.redis_server import ServerCommand, server_command, wait_ready
 from deploy.snapshot import PictureSource, picture_source
@@ -45,7 +45,7 @@ from protocol.daemon import run_daemon
 from protocol.errors import EXIT_REPLACED, ConfigError, IdentityMismatch, RedisUnavailable, RollstreamError, RunExists, RunMissing
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
-from weightsync.config import store_folder
+from weightsync.config import relay_folder, store_folder
 
 _LOG = logging.getLogger(__name__)
 _TRACES = ("processes.json", "redis", "checkpoint", "audit.jsonl", "witness.jsonl", "metrics.jsonl", "summary.json")
@@ -87,6 +87,7 @@ async def up(options: UpOptions) -> Path:
     """Run to the end of the run; its folder. Installs signal handlers. Raises: `RollstreamError` with the exit code to use."""
     config = load(UpConfig, options.config, sets=options.sets)
     check_all(config)
+    await asyncio.to_thread(check_gpu, config.weights)
     listener = bind(config.http)
     try:
         await _check_place(config, options)
@@ -260,12 +261,14 @@ class _Up:
             await client.aclose()
 
     async def _clear_memory(self) -> None:
-        """Remove the run's versions from this machine's shared memory, where nobody else keeps anything. A store on disk is the publisher's to sweep: it may
-        lie in a folder of the user's, and others may read it.
+        """Remove the run's versions, and copies of them, from this machine's shared memory, where nobody else keeps anything. A store on disk or behind a URL is
+        the publisher's to sweep, a chosen folder of copies the relay's: others may read it.
         """
-        folder = store_folder(self._config.weights, self._config.run)
-        if not self._config.weights.store and not folder.is_relative_to(self._folder):
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        weights, run = self._config.weights, self._config.run
+        folders = [*([] if weights.store else [store_folder(weights, run)]), *([] if weights.relay else [relay_folder(weights, run)])]
+        for folder in folders:
+            if not folder.is_relative_to(self._folder):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     @contextlib.asynccontextmanager
     async def _observers(self, launcher: Launcher, source: PictureSource) -> AsyncIterator[None]:

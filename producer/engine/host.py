@@ -54,7 +54,7 @@ _FINISH_S = 5.0
 _LEAVE_S = 3.0
 _FIRST_CONTACT_S = 3.0
 _SILENT_UPDATES = 2
-"""So many updates in a row that the engine answered and wrote nothing after: its process ends. One may be a machine that is too busy."""
+"""So many times in a row that the engine ended an update in silence: its process ends. One may be a machine that is too busy."""
 _END_S = 10.0
 """What such a process has to end by itself."""
 
@@ -78,7 +78,7 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
     leaves the registry, the last to leave a run that drains clears its versions from shared memory, the server closes.
 
     Raises: `ConfigError` for a model that cannot be served, a port that is taken or a kind that is not there; `RedisUnavailable`; `Superseded` when another
-    process took this engine's place; `EngineFault` when the engine breaks, or takes updates and writes nothing: the process ends then, whatever hangs in it.
+    process took this engine's place; `EngineFault` when the engine breaks, or falls silent in or after updates: the process ends then, whatever hangs in it.
     """
     _check(config, index)
     store = await asyncio.to_thread(open_store, config.weights, config.run)
@@ -127,7 +127,6 @@ async def _engine(config: EngineHostConfig, index: int, boot_nonce: str) -> Asyn
     """The embedded engine, listening, with base weights that are called after this boot (rule W3). Imports torch here."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("ROLLSTREAM_GROUP_TIMEOUT_S", str(config.weights.group_deadline_s))
     try:
         import torch
 
@@ -147,6 +146,7 @@ async def _engine(config: EngineHostConfig, index: int, boot_nonce: str) -> Asyn
         seed=_sampling_seed(config.run.seed, index, boot_nonce),
         max_queued=settings.max_queued,
         api_key=engine_key(),
+        group_timeout_s=config.weights.group_deadline_s,
         pace_s=settings.pace_s,
         apply_delay_factor=settings.apply_delay_factor,
     ) as engine:
@@ -266,7 +266,7 @@ class _Host:
                 from producer.engine.embedded.worker import EngineFault  # brings torch, which is here by now
 
                 _end_by_force(_END_S)
-                raise EngineFault(f"{_SILENT_UPDATES} updates in a row were answered, and no token came after them: the engine hangs")
+                raise EngineFault(f"{_SILENT_UPDATES} updates in a row ended without an answer, or without a token after them: the engine hangs")
             await self._registry.beat(self._status(EngineState.STARTING))
             await asyncio.sleep(BEAT_S)
 

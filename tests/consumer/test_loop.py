@@ -233,7 +233,7 @@ async def test_versions_are_cast_and_told_as_changes_while_steps_are_known_by_th
 
     lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["snapshot_s"] > 0 for line in lines] == [step % 2 == 0 for step in range(1, 7)], "only what is published is copied"
-    assert all(0 < line["digest_s"] < line["train_s"] for line in lines)
+    assert all(line["digest_s"] > 0 for line in lines)
     assert all(line["publish_s"] > 0 for line in lines)
     assert all(Version.parse(line["published"]).n % 2 == 0 for line in lines)
 

@@ -121,6 +121,14 @@ async def test_what_is_held_for_its_copy_is_not_collected_meanwhile(stage: Stage
         assert await stage.channel.pinned() == {Version(1, 0)}
 
 
+async def test_a_folder_that_cannot_be_written_to_ends_it_at_once(tmp_path: Path, redis_url: str):
+    (tmp_path / "file").touch()
+    config = RelayConfig(run=RunConfig(name="r"), redis=RedisConfig(url=redis_url), weights=WeightsConfig(relay=str(tmp_path / "file")))
+    async with asyncio.timeout(30):
+        with pytest.raises(ConfigError, match=r"weights\.relay: nothing can be written to .*file/r-relay"):
+            await run_relay(config, asyncio.Event())
+
+
 async def test_without_an_address_it_says_what_is_missing():
     with pytest.raises(ConfigError, match=r"redis\.url"):
         await run_relay(RelayConfig(run=RunConfig(name="r")), asyncio.Event())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,13 +15,15 @@ import pytest
 
 from buffer.redis_ledger import RedisLedger
 from deploy.cli import main
-from deploy.runs import look, run_names
+from deploy.runs import _OfRun, look, run_names
+from protocol.config import load
 from protocol.connection import Client
 from protocol.keys import Keys
 from protocol.messages import ProducerStatus, TrainerStatus
 from protocol.presence import Presence
 from protocol.versions import Version
 from weightsync.channel import Channel
+from weightsync.config import relay_folder
 from weightsync.registry import Registry
 
 from .conftest import SETTINGS, manifest
@@ -130,6 +133,48 @@ async def test_files_go_only_when_asked_for_and_never_the_runs_own_folder(redis:
     await Channel(redis, keys).publish(dataclasses.replace(newest, location=str(foreign / "1-1")), 1)
     await ask("delete", keys.run, "--files")
     assert (foreign / "file").exists(), "a folder that is not named after the run is somebody else's"
+
+
+@pytest.mark.parametrize("weights", ['relay = "{folder}/copies"', ""], ids=["chosen", "shared memory"])
+async def test_this_machines_copies_go_with_the_files_and_what_is_behind_a_url_is_named(
+    redis: Client, redis_url: str, keys: Keys, tmp_path: Path, small_run: Make, capsys: pytest.CaptureFixture[str], weights: str
+):
+    await small_run()
+    await leave(redis, keys)
+    await redis.delete(keys.weights)
+    await Channel(redis, keys).publish(dataclasses.replace(manifest(Version(1, 1)), location=f"s3://bucket/weights/{keys.run}/v1-1"), 1)
+    path = tmp_path / "run.toml"
+    lines = weights.format(folder=tmp_path)
+    path.write_text(f'[run]\nname = "{keys.run}"\ndir = "{tmp_path}/run"\n[redis]\nurl = "{redis_url}"\n[weights]\n{lines}\n')
+    config = load(_OfRun, str(path))
+    copies, others = relay_folder(config.weights, config.run), tmp_path / "copies" / "other-relay"
+    for place in (copies, others):
+        (place / "v1-1").mkdir(parents=True)
+        (place / "v1-1" / "model.safetensors").write_bytes(b"x")
+    kept = await redis.dump(keys.state), await redis.dump(keys.weights)
+    stays = f"weights s3://bucket/weights/{keys.run}: left"
+
+    async def again(*words: str) -> str:
+        for key, value in zip((keys.state, keys.weights), kept, strict=True):
+            await redis.restore(key, 0, value, replace=True)
+        assert await asyncio.to_thread(main, ["runs", "delete", keys.run, *words]) == 0
+        return capsys.readouterr().out
+
+    try:
+        said = await again("--files", "--redis", redis_url)
+        assert stays in said
+        assert "copies of weights on machines with engines: left" in said
+        said = await again("-c", str(path))
+        assert f"copies of weights on this machine {copies}: left (--files deletes it)" in said
+        foreign = await again("--files", "-c", str(path), "--set", "run.name=other")
+        assert "on machines with engines: left" in foreign, "the file of another run tells nothing of this one's"
+        assert copies.is_dir()
+        said = await again("--files", "-c", str(path))
+        assert stays in said
+        assert f"copies of weights on this machine {copies}: 1 files deleted" in said
+        assert (copies.exists(), others.exists()) == (False, True)
+    finally:
+        shutil.rmtree(copies, ignore_errors=True)
 
 
 async def test_what_a_run_has_left_without_its_state_can_be_deleted_too(redis: Client, keys: Keys, ask: Any):

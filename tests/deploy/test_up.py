@@ -16,8 +16,9 @@ import pytest
 from buffer.config import BufferConfig
 from buffer.redis_ledger import RedisLedger
 from consumer.config import stop_seconds
+from deploy import checks
 from deploy import redis_server as redis_server_module
-from deploy.checks import check_weights
+from deploy.checks import check_gpu, check_weights
 from deploy.cli import main
 from deploy.config import UpConfig, listen
 from deploy.demo import tokenizer
@@ -37,6 +38,7 @@ from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
 from protocol.messages import ProducerStatus
 from protocol.presence import Presence
+from weightsync.config import WeightsConfig
 from weightsync.safetensors_file import write_tensors
 from weightsync.snapshot import TensorBytes
 
@@ -93,6 +95,11 @@ BAD = [
     ("no such data set", {"data": 'path = "no.jsonl"'}, ["data.path no.jsonl"]),
     ("no such held-out set", {"eval": 'path = "held.jsonl"'}, ["eval.path held.jsonl"]),
     ("no such reward", {"reward": 'kind = "function"\nfunction = "deploy.nothing:here"'}, ["reward.function", "deploy.nothing"]),
+    ("a store that nobody knows", {"weights": 'store = "foo://x"'}, ["weights.store foo://x", "foo"]),
+    ("a store in one process", {"weights": 'store = "simplecache::memory://x"'}, ["weights.store simplecache::memory://x", "memory of one process"]),
+    ("a spill that nobody knows", {"buffer": 'spill = "foo://x"'}, ["buffer.spill foo://x", "foo"]),
+    ("blobs in one process", {"buffer": 'blobs = "memory://x"'}, ["buffer.blobs memory://x", "memory of one process"]),
+    ("copies behind a URL", {"weights": 'relay = "s3://bucket/x"'}, ["weights.relay", "s3://bucket/x", "a folder of this machine"]),
     ("bad run name", {"run": 'name = "a/b"'}, ["run.name", "a/b"]),
 ]
 
@@ -264,6 +271,66 @@ async def test_a_new_run_that_never_came_to_be_can_be_started_again_and_costs_th
         assert failed.value.exit_code == 2
         assert {item.name for item in (tmp_path / "run").iterdir()} == {".up.lock", "run.toml", "logs"}
     assert precious.read_text() == "the user's own"
+
+
+@pytest.mark.redis
+async def test_a_run_with_its_store_behind_a_url_starts_and_ends_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refusing(_config: object, _file: Path, _sets: object, *, redis: ServerCommand) -> Refusing:
+        return Refusing(redis)
+
+    copies = tmp_path / "shm" / "t-relay"
+    copies.mkdir(parents=True)
+    monkeypatch.setattr(up_main, "plan", refusing)
+    monkeypatch.setattr(up_main, "relay_folder", lambda _weights, _run: copies)
+    path = write_config(tmp_path, weights=f'store = "simplecache::file://{tmp_path}/away"')
+    with pytest.raises(up_main.UpFailed, match="no such architecture"):
+        await up(UpOptions(config=str(path), resume=False))
+    assert not copies.exists(), "copies in shared memory go with the run"
+
+
+@pytest.mark.redis
+async def test_a_chosen_folder_of_copies_is_left_to_its_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refusing(_config: object, _file: Path, _sets: object, *, redis: ServerCommand) -> Refusing:
+        return Refusing(redis)
+
+    monkeypatch.setattr(up_main, "plan", refusing)
+    (tmp_path / "chosen" / "t-relay").mkdir(parents=True)
+    path = write_config(tmp_path, weights=f'transport = "delta"\nrelay = "{tmp_path}/chosen"')
+    with pytest.raises(up_main.UpFailed, match="no such architecture"):
+        await up(UpOptions(config=str(path), resume=False))
+    assert (tmp_path / "chosen" / "t-relay").is_dir()
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [("print(0)", "torch sees none"), ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"), ("import time; time.sleep(60)", "timed out")],
+    ids=["none", "no torch", "no answer"],
+)
+def test_a_transport_from_a_gpu_is_refused_where_there_is_none_but_not_by_the_check_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], transport: str, code: str, told: str
+):
+    monkeypatch.setattr(checks, "_COUNT_GPUS", code)
+    monkeypatch.setattr(checks, "_COUNT_S", 1.0 if "sleep" in code else 60.0)
+    path = write_config(tmp_path, weights=f'transport = "{transport}"')
+    before = contents(tmp_path)
+    assert main(["up", "--new", "-c", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f'weights.transport = "{transport}" needs a GPU here' in said
+    assert told in said
+    assert contents(tmp_path) == before
+    assert main(["config", "check", "-c", str(path)]) == 0, "a file may be for another machine"
+
+
+def test_torch_itself_is_asked_for_gpus_in_another_process_and_only_where_one_is_needed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="torch sees none"):
+        check_gpu(WeightsConfig(transport="nccl"))
+    monkeypatch.setattr(checks, "_COUNT_GPUS", "print(1)")
+    check_gpu(WeightsConfig(transport="ipc"))
+    monkeypatch.setattr(checks, "_COUNT_GPUS", "raise SystemExit(1)")
+    for transport in ("store", "delta", "gloo"):
+        check_gpu(WeightsConfig(transport=transport))
 
 
 @pytest.mark.redis

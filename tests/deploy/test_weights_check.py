@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,20 @@ import pytest
 
 from buffer.config import BufferConfig
 from buffer.redis_ledger import RedisLedger
+from deploy import weights_check
 from deploy.cli import main
 from producer.engine.host import EngineHostConfig, run_host
 from protocol.config import load
 from protocol.connection import Client
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
-from protocol.messages import EngineStatus
+from protocol.messages import EngineId, EngineStatus
 from protocol.versions import Version
 from protocol.wakeups import Topic, wakeups
 from tests.producer.engine.conftest import write_model
 from weightsync.channel import Channel
 from weightsync.control import EngineControl
+from weightsync.equality import Finding, Verdict
 from weightsync.publisher import Publisher
 from weightsync.registry import Registry
 from weightsync.safetensors_file import open_tensors
@@ -111,14 +115,64 @@ async def test_an_engine_is_compared_with_what_was_published_and_a_change_is_nam
         code, (found,) = await check(capsys, path)
         assert (code, found["verdict"]) == (1, "differs")
         assert "the first model." in found["why"]
+        shutil.rmtree(tmp_path / "store")
+        code, (found,) = await check(capsys, path)
+        assert (code, found["verdict"]) == (0, "alone")
+        assert found["why"].startswith("not compared: ")
 
 
-async def test_without_engines_there_is_nothing_wrong_and_without_a_run_there_is(
+@pytest.mark.parametrize(("verdict", "code"), [(Verdict.SAME, 0), (Verdict.AGREE, 0), (Verdict.ALONE, 0), (Verdict.DIFFERS, 1), (Verdict.UNKNOWN, 1)])
+def test_what_is_not_proven_is_said_and_only_what_is_wrong_fails(
+    verdict: Verdict, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    async def found(*_: object) -> list[Finding]:
+        return [Finding(engine_id="e0", version="1:2", verdict=Verdict.SAME), Finding(engine_id="e1", version="1:2", verdict=verdict, why="as it is")]
+
+    monkeypatch.setattr(weights_check, "check_run", found)
+    path = write_run(tmp_path, "unix:///nowhere", Keys("r"), tmp_path)
+    assert main(["weights", "check", "-c", str(path)]) == code
+    assert capsys.readouterr().out.splitlines()[2].split() == ["e1", "1:2", verdict.value, "as", "it", "is"]
+
+
+async def test_without_engines_nothing_is_proven_and_without_a_run_it_says_so(
     redis: Client, redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = write_run(tmp_path, redis_url, keys, tmp_path)
     assert await asyncio.to_thread(main, ["weights", "check", "-c", str(path)]) == 2
     assert f"there is no run {keys.run!r}" in capsys.readouterr().err
     await RedisLedger(redis, keys).create(RunIdentity(schema_major=1, seed=0, group_size=1, dataset="d", tokenizer="t"), BufferConfig())
-    assert await asyncio.to_thread(main, ["weights", "check", "-c", str(path)]) == 0
-    assert "no engine is registered" in capsys.readouterr().out
+    assert await asyncio.to_thread(main, ["weights", "check", "-c", str(path)]) == 1
+    assert "no engine is registered, so nothing was checked" in capsys.readouterr().err
+    assert await check(capsys, path) == (1, [])
+
+
+async def test_who_has_answered_is_told_while_another_is_waited_for_and_stays_told_when_the_asker_gives_up(
+    redis: Client, redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_run(tmp_path, redis_url, keys, write_model(tmp_path / "model", seed=1))
+    silent = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    async with silent, served(path, redis, keys) as engine:
+        port = silent.sockets[0].getsockname()[1]
+        last = dataclasses.replace(engine, engine_id=EngineId("z-silent"), boot_nonce="z", url=f"http://127.0.0.1:{port}")
+        gone = dataclasses.replace(engine, engine_id=EngineId("a-gone"), boot_nonce="a", url="http://127.0.0.1:1")
+        for one in (last, gone):
+            await Registry(redis, keys).beat(one)
+        capsys.readouterr()
+        asked = asyncio.create_task(weights_check.check_run(load(weights_check.WeightsCheckConfig, str(path)), redis_url))
+        said = ""
+        async with asyncio.timeout(_WAIT_S):
+            while "asking http://127.0.0.1:%d" % port not in said:
+                assert not asked.done()
+                await asyncio.sleep(0.01)
+                said += capsys.readouterr().err
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        lines = [line for line in said.splitlines() if line.startswith(("a-gone", engine.engine_id, "z-silent"))]
+        assert [line.split(" after ")[0].split(": asking")[0] for line in lines] == [
+            "a-gone (1 of 3)",
+            "a-gone: none",
+            f"{engine.engine_id} (2 of 3)",
+            f"{engine.engine_id}: checksums",
+            "z-silent (3 of 3)",
+        ]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from producer.engine.client import EngineClient, Sampling
 from producer.pool import EnginePool
 from producer.sampler import Sampled, Sampler
 from producer.source import PromptSource
+from producer.template import PromptEncoder
 from protocol.errors import SampleFailed
 from protocol.messages import EngineState, EngineStatus
 
@@ -96,6 +99,50 @@ async def test_a_sample_that_has_all_its_tokens_when_it_is_ended_asks_for_no_mor
     made = await sample(sampler, chosen, tokens=4)
     assert len(engine.requests) == 1
     assert (made.rollout.finish_reason, made.rollout.mask.sum()) == ("length", 4)
+
+
+async def test_a_sample_that_is_complete_when_it_is_ended_asks_for_no_more(stage: Any) -> None:
+    """Its end is among what the model's own files name."""
+    (stage.folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 9]}))
+    sampler, pool, chosen = await sampler_of(stage)
+    engine = await stage.engine("a")
+    engine.abort_at = [3]
+    await pool.refresh()
+    made = await sample(sampler, chosen)
+    assert len(engine.requests) == 1
+    assert made.rollout.tokens.tolist() == [*chosen.ids.tolist(), 2, 3, 4]
+    assert made.rollout.finish_reason == "stop"
+
+
+async def test_without_end_of_sequence_tokens_a_warning_says_so_and_no_sample_goes_on_past_its_end(stage: Any, caplog: pytest.LogCaptureFixture) -> None:
+    (stage.folder / "model" / "tokenizer_config.json").unlink()
+    sampler, pool, chosen = await sampler_of(stage)
+    engine = await stage.engine("a")
+    engine.abort_at = [3, 1]
+    await pool.refresh()
+    await sample(sampler, chosen)
+    prompt = chosen.ids.tolist()
+    assert [request["input_ids"] for request in engine.requests] == [prompt, [*prompt, 2, 3], [*prompt, 2, 3]]
+    assert (sampler.aborted, sampler.kept_tokens) == (2, 2)
+    assert [record.getMessage().count("names no end-of-sequence token") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.json": {"eos_token_id": 5}}, {1, 5}),
+        ({"config.json": {"eos_token_id": [5, 6]}, "generation_config.json": {"eos_token_id": [6, 7]}}, {1, 5, 6, 7}),
+        ({"config.json": {"eos_token_id": None}, "tokenizer_config.json": {"eos_token": {"content": "<s>"}}}, {0}),
+        ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "</s>"}}, {1}),
+        ({"tokenizer_config.json": {"eos_token": "not one of it"}}, set()),
+    ],
+)
+def test_end_of_sequence_tokens_are_those_of_the_model_its_generation_settings_and_its_tokenizer(
+    model: Path, files: dict[str, Any], expected: set[int]
+) -> None:
+    for name, content in files.items():
+        (model / name).write_text(json.dumps(content))
+    assert PromptEncoder(str(model)).decode.eos_ids == expected
 
 
 async def test_a_piece_of_a_version_that_is_none_of_the_runs_is_not_kept(stage: Any) -> None:

@@ -4,6 +4,7 @@ It is killed, hung and made to refuse by the tests: `POST /stage {"next": mode}`
   post: as it should. refuse: 400 before the collective. never_post: takes the call and does not join the broadcast.
   die: SIGKILL to itself when the call is there.
   hang: never answers, though it received.
+  wait: the next group is entered only once another mode is staged.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Receiver:
     async def init(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append("init")
+        while self.mode == "wait":
+            await asyncio.sleep(0.01)
 
         def join() -> Any:
             store, rank, size = next(

@@ -22,6 +22,7 @@ from protocol.versions import Version
 from protocol.wakeups import Topic
 from weightsync.config import WeightsConfig, store_folder
 from weightsync.control import EngineControl
+from weightsync.roles import WEIGHT_SERVER
 from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.store import DirectoryStore
 from weightsync.transports.collective import CollectiveTransport
@@ -65,7 +66,7 @@ class ServedRig:
     def __init__(self, rig: Any, redis_url: str, folder: Path, stack: contextlib.AsyncExitStack) -> None:
         self.rig, self._redis_url, self._folder, self._stack = rig, redis_url, folder, stack
         self.store = DirectoryStore(store_folder(self.config(), RunConfig(name=rig.keys.run)))
-        self.presence: Presence[WeightServerStatus] = Presence(rig.redis, rig.keys, "weight-server", WeightServerStatus)
+        self.presence: Presence[WeightServerStatus] = Presence(rig.redis, rig.keys, WEIGHT_SERVER, WeightServerStatus)
 
     def config(self, **settings: Any) -> WeightsConfig:
         return WeightsConfig(**{"store": str(self._folder), "transport": "gloo", "bucket_mb": 1, "group_deadline_s": 5.0, **settings})
@@ -77,7 +78,7 @@ class ServedRig:
         sets += [f"weights.{name}={getattr(config, name)}" for name in ("store", "transport", "bucket_mb", "group_deadline_s")]
         file = self._folder / "run.toml"
         file.write_text(f'[run]\nname = "{self.rig.keys.run}"\n')
-        command = [sys.executable, "-m", "deploy.cli", "weight-server", "-c", str(file), *(word for one in sets for word in ("--set", one))]
+        command = [sys.executable, "-m", "deploy.cli", WEIGHT_SERVER, "-c", str(file), *(word for one in sets for word in ("--set", one))]
         process = self._start(command)
         async with asyncio.timeout(PATIENCE_S):
             while process.pid not in {server.pid for server in await self.presence.members()}:

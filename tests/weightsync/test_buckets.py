@@ -31,7 +31,7 @@ entries = st.lists(
 
 
 @given(entries, st.integers(1, 20_000), st.randoms())
-def test_every_tensor_travels_once_aligned_and_in_a_bucket_that_is_not_too_large(tensors: list[TensorEntry], limit: int, random: st.DataObject):
+def test_every_tensor_travels_once_aligned_and_in_a_bucket_of_the_right_size(tensors: list[TensorEntry], limit: int, random: st.DataObject):
     buckets = plan(manifest(*tensors), limit)
     by_name = {one.name: one for one in tensors}
     assert sorted(name for bucket in buckets for name in bucket.names) == sorted(by_name)
@@ -43,7 +43,10 @@ def test_every_tensor_travels_once_aligned_and_in_a_bucket_that_is_not_too_large
             assert at % size == 0, "an engine cannot look at bytes that are not aligned"
             at += size * math.prod(shape)
         assert bucket.nbytes == at
-        assert at <= limit or len([name for name in bucket.names if math.prod(by_name[name].shape)]) == 1
+        sizes = [size for name in bucket.names if (size := ITEM_BYTES[by_name[name].dtype] * math.prod(by_name[name].shape))]
+        assert at >= limit or bucket is buckets[-1], "only the last may be smaller"
+        assert not sizes or sum(sizes[:-1]) < limit
+    assert all(bucket.nbytes for bucket in buckets) or len(buckets) == 1, "nobody sends nothing"
     shuffled = list(tensors)
     random.shuffle(shuffled)
     assert plan(manifest(*shuffled), limit) == buckets, "the order in a manifest means nothing"
@@ -63,9 +66,10 @@ def test_a_bucket_is_called_otherwise_as_soon_as_anything_in_it_differs(tensors:
     assert before != after
 
 
-def test_one_tensor_larger_than_a_bucket_travels_alone():
-    buckets = plan(manifest(entry("a"), entry("big", shape=(100,)), entry("c")), 64)
-    assert [(bucket.names, bucket.nbytes) for bucket in buckets] == [(("a",), 16), (("big",), 400), (("c",), 16)]
+def test_a_bucket_ends_once_it_is_large_enough_so_that_none_but_the_last_is_small():
+    buckets = plan(manifest(entry("a"), entry("big", shape=(100,)), entry("c"), entry("d", shape=(0,))), 64)
+    assert [(bucket.names, bucket.nbytes) for bucket in buckets] == [(("a", "big"), 416), (("c", "d"), 16)]
+    assert [bucket.names for bucket in plan(manifest(entry("a"), entry("b", shape=(0,))), 16)] == [("a", "b")]
 
 
 def test_a_type_that_torch_has_no_name_for_is_refused_with_the_tensor_named():

@@ -31,7 +31,7 @@ from weightsync.transports.store import StoreTransport
     ],
 )
 async def test_every_way_has_the_store_behind_it(rig: Any, tmp_path: Path, transport: Any, url: bool, primary: type, last: type, name: str):
-    config = WeightsConfig(store="memory://weights" if url else str(tmp_path / "versions"), transport=transport)
+    config = WeightsConfig(store="memory://weights" if url else str(tmp_path / "versions"), transport=transport, bucket_mb=512 if transport == "nccl" else 64)
     ways = make_transports(
         config,
         store=open_store(config, RunConfig(name="r", dir=str(tmp_path / "run"))),
@@ -47,6 +47,8 @@ async def test_every_way_has_the_store_behind_it(rig: Any, tmp_path: Path, trans
     assert type(ways._primary) is primary
     assert type(ways._store) is last
     assert ways._store.name == name
+    if isinstance(ways._store, RelayTransport):
+        assert ways._store._mirror._bucket_bytes == config.bucket_mb << 20 != 256 << 20
     if ways._primary is not None:
         assert ways._primary.name == transport
     await asyncio.wait_for(ways.aclose(), 10)

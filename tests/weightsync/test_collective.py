@@ -102,11 +102,9 @@ async def test_a_server_that_is_killed_in_a_transfer_fails_it_in_time_and_frees_
     await engine.stage("never_post")
     applying = asyncio.create_task(way.apply(manifest, deadline_s=20))
     await engine.until("update")
-    started = time.monotonic()
     server.kill()
     with pytest.raises(TransportFailed, match="went away"):
         await applying
-    assert time.monotonic() - started < 20
     seen = await engine.seen()
     assert seen["groups"] == []
     assert not seen["in_session"]
@@ -177,6 +175,9 @@ async def test_a_server_refuses_a_bucket_that_it_was_not_asked_to_prepare_or_tha
     line = way._line
     with pytest.raises(TransportFailed, match="nothing was sent"):
         await line.ask("send", deadline_s=5, version="1:0", buckets=[[0, "0" * 16]])
+    for index in (-1, 4):
+        with pytest.raises(TransportFailed, match=rf"bucket {index} of version 1:0: expected 0 to 3: nothing was sent"):
+            await line.ask("send", deadline_s=5, version="1:0", buckets=[[index, way._ready[1][-1].digest]])
     with pytest.raises(TransportFailed, match="was not taken"):
         await line.ask("send", deadline_s=5, version="1:7", buckets=[[0, "0" * 16]])
     with pytest.raises(TransportFailed, match="not understood"):
@@ -189,17 +190,26 @@ async def test_the_second_engine_waits_for_the_right_and_has_it_when_the_holder_
     manifest = await served.publish(0)
     engines, _ = await asyncio.gather(served.start_engines(2), served.start_server())
     holder, waiter = (served.transport(engine) for engine in engines)
+    await waiter._connected(manifest, time.monotonic() + 30)
     await holder.prepare(manifest, deadline_s=30)
     await holder._line.ask("take", deadline_s=5, version="1:0", use=True)  # as at the start of an apply that goes no further
     with pytest.raises(TransportFailed, match="take"):
         await waiter.prepare(manifest, deadline_s=2)
     waiting = asyncio.create_task(waiter.prepare(manifest, deadline_s=30))
-    await engines[1].until("init", times=2)
+    await _asking(waiter)
+    assert (await engines[1].seen())["calls"].count("init") == 1, "it enters a new group only when nothing is sent to another"
     assert not waiting.done()
     await _cut(holder)
     await waiting
     await waiter.apply(manifest, deadline_s=30)
     assert (await engines[1].seen())["checksums"] == checksums(manifest)
+
+
+async def _asking(way: Any) -> None:
+    """Once it waits for an answer of its server."""
+    async with asyncio.timeout(30):
+        while way._line is None or not way._line._waiting:
+            await asyncio.sleep(0.01)
 
 
 async def _cut(way: Any) -> None:
@@ -245,12 +255,86 @@ async def test_an_engine_that_is_paused_goes_before_one_that_only_prepared(serve
     manifest = await served.publish(0)
     engines, _ = await asyncio.gather(served.start_engines(2), served.start_server())
     first, second = (served.transport(engine) for engine in engines)
+    await second._connected(manifest, time.monotonic() + 30)
     await first.prepare(manifest, deadline_s=30)
     waiting = asyncio.create_task(second.prepare(manifest, deadline_s=40))
-    await engines[1].until("init")
+    await _asking(second)
     await first.apply(manifest, deadline_s=30)
     await waiting
     await first._line.ask("take", deadline_s=5, version="1:0", use=True)  # at once, although the second has the right
     await first._line.ask("give", deadline_s=5)
     await second.apply(manifest, deadline_s=30)
     assert [(await engine.seen())["version"] for engine in engines] == ["1:0", "1:0"]
+
+
+async def test_two_engines_of_one_server_never_stand_still_for_their_groups_together(served: ServedRig) -> None:
+    manifest = await served.publish(0)
+    engines, _ = await asyncio.gather(served.start_engines(2), served.start_server(group_deadline_s=20.0))
+    first, second = (served.transport(engine, group_deadline_s=20.0) for engine in engines)
+    await engines[0].stage("wait")
+    preparing = [asyncio.create_task(first.prepare(manifest, deadline_s=60))]
+    await engines[0].until("init")
+    preparing.append(asyncio.create_task(second.prepare(manifest, deadline_s=60)))
+    await served.server_status(lambda status: status.groups == 2)
+    await _asking(second)
+    assert "init" not in (await engines[1].seen())["calls"]
+    await engines[0].stage("post")
+    await preparing[0]
+    await first.apply(manifest, deadline_s=30)
+    await preparing[1]
+    await second.apply(manifest, deadline_s=30)
+    assert [(await engine.seen())["checksums"] for engine in engines] == [checksums(manifest)] * 2
+
+
+async def test_a_transport_that_is_cancelled_while_it_leaves_leaves_both_sides_first(served: ServedRig) -> None:
+    manifest = await served.publish(0)
+    engine, _ = await asyncio.gather(served.start_engine("--sessions"), served.start_server())
+    way = served.transport(engine)
+    await way.prepare(manifest, deadline_s=30)
+    leaving = asyncio.create_task(way.aclose())
+    while way._line is not None:
+        await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert (await engine.seen())["groups"] == []
+    await served.server_status(lambda status: status.groups == 0)
+
+
+async def test_a_failure_is_cleaned_up_also_when_the_cancellation_comes_in_the_middle_of_it(served: ServedRig) -> None:
+    manifest = await served.publish(0)
+    engine, _ = await asyncio.gather(served.start_engine("--sessions"), served.start_server())
+    way = served.transport(engine)
+    await way.prepare(manifest, deadline_s=30)
+    await engine.stage("refuse")
+    applying = asyncio.create_task(way.apply(manifest, deadline_s=20))
+    while way._line is not None:
+        await asyncio.sleep(0)
+    applying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await applying
+    seen = await engine.seen()
+    assert (seen["groups"], seen["in_session"]) == ([], False)
+    await served.server_status(lambda status: status.groups == 0)
+
+
+async def test_an_update_that_is_cancelled_at_its_very_end_keeps_no_other_engine_waiting(served: ServedRig) -> None:
+    manifest = await served.publish(0)
+    engine, _ = await asyncio.gather(served.start_engine(), served.start_server())
+    way = served.transport(engine)
+    await way.prepare(manifest, deadline_s=30)
+    giving, ask = asyncio.Event(), way._line.ask
+
+    async def slow(op: str, **fields: Any) -> Any:
+        if op == "give":
+            giving.set()
+            await asyncio.Event().wait()
+        return await ask(op, **fields)
+
+    way._line.ask = slow
+    applying = asyncio.create_task(way.apply(manifest, deadline_s=20))
+    await giving.wait()
+    applying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await applying
+    await served.server_status(lambda status: status.groups == 0)

@@ -56,6 +56,31 @@ async def test_an_engine_that_is_gone_is_unavailable(rig: Any):
         await control.resume(deadline_s=0)
 
 
+async def test_silence_is_of_calls_that_were_made_and_ends_with_any_answer(rig: Any):
+    async with rig.server("b1") as server:
+        control = EngineControl(rig.session, server.url)
+        with pytest.raises(EngineUnavailable):
+            await control.resume(deadline_s=0)
+        assert not control.silent_since(0), "it was not asked"
+        await control.pause("in_place")
+        assert not control.silent_since(0)
+        with pytest.raises(EngineUnavailable):
+            await control.probe(deadline_s=0.05)
+        assert control.silent_since(0)
+        assert not control.silent_since(control.calls), "not since then"
+        waiting = asyncio.create_task(control.probe(deadline_s=20))
+        while server.calls.count("generate") < 2:
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert control.silent_since(control.calls - 1), "who gives up heard nothing"
+        server.stage.append("refuse")
+        with pytest.raises(ApplyFailed):
+            await control.update_from_disk("/nowhere", "1:1", deadline_s=5)
+        assert not control.silent_since(0), "a refusal is an answer"
+        await control.resume()
+
+
 async def test_engines_without_sessions_are_understood(rig: Any):
     async with rig.server("b1", {"version": "0.5.17"}) as server:
         control = EngineControl(rig.session, server.url)
@@ -160,7 +185,6 @@ GROUP = {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "wor
             "/update_weights_from_tensor",
             {"serialized_named_tensors": ["p0", "p1"], "load_format": None, "flush_cache": False, "abort_all_requests": False, "weight_version": "1:2"},
         ),
-        (lambda c: c.set_version("1:2"), "/update_weight_version", {"new_version": "1:2", "abort_all_requests": False}),
         (lambda c: c.weights_checksum(deadline_s=5), "/weights_checker", {"action": "checksum"}),
         (lambda c: c.pause("retract"), "/pause_generation", {"mode": "retract"}),
         (lambda c: c.abort_all(), "/abort_request", {"rid": "", "abort_all": True}),

@@ -267,15 +267,6 @@ async def test_data_parallel_replicas_are_refused_before_they_end_the_server(rig
         assert "dp_size" in server.dead
 
 
-async def test_renaming_ends_no_request_of_ours(rig: Any):
-    async with RecordedSGLang("b1", NEW).serving() as server, asked(rig, server) as task:
-        await EngineControl(rig.session, server.url).set_version("1:2")
-        server.decode(2)
-        server.finish()
-        spans = (await task)["meta_info"]["weight_versions"]
-        assert [(span["version"], span["end"]) for span in spans] == [("boot:b1", 3), ("1:2", 5)]
-
-
 @pytest.mark.parametrize(("release", "ready"), [(OLD, False), (NEW, True)])
 async def test_a_pause_is_seen_without_waiting_and_old_servers_are_not_believed_ready(rig: Any, release: str, ready: bool):
     async with RecordedSGLang("b1", release).serving() as server:

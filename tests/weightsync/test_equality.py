@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import doctest
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,8 +28,8 @@ def test_the_worked_example_holds():
     assert doctest.testmod(equality).failed == 0
 
 
-def held(engine: str, version: str = "1:2", *, published: bool = False, layout: str = "l", dtype: str = "", **tensors: str) -> Held:
-    return Held(engine_id=engine, version=version, dtype=dtype, layout=layout, ranks=(tensors,), published_names=published)
+def held(engine: str, version: str = "1:2", *, published: bool = False, stored: bool = False, layout: str = "l", dtype: str = "", **tensors: str) -> Held:
+    return Held(engine_id=engine, version=version, dtype=dtype, layout=layout, ranks=(tensors,), published_names=published, from_store=stored)
 
 
 def verdicts(found: list[Finding]) -> dict[str, str]:
@@ -37,8 +38,24 @@ def verdicts(found: list[Finding]) -> dict[str, str]:
 
 def test_engines_of_one_version_and_layout_must_agree_and_others_are_not_compared():
     found = judge([held("a", w="1", v="2"), held("b", w="1", v="2"), held("c", w="1", v="9"), held("d", "1:3", w="5"), held("e", layout="tp2", w="7")], {})
-    assert verdicts(found) == {"a": "same", "b": "same", "c": "differs", "d": "alone", "e": "alone"}
+    assert verdicts(found) == {"a": "agree", "b": "agree", "c": "differs", "d": "alone", "e": "alone"}
+    assert "with each other only" in found[0].why
     assert found[2].why == "from a: 1 of 2 tensors, the first v"
+    assert "not compared" in found[3].why
+
+
+def test_an_engine_that_loaded_from_the_store_outranks_a_majority():
+    found = judge([held("a", w="1"), held("b", w="1"), held("c", stored=True, w="2"), held("d", w="2")], {})
+    assert verdicts(found) == {"a": "differs", "b": "differs", "c": "same", "d": "same"}
+    assert [one.why for one in found] == ["from c (from the store): 1 of 1 tensors, the first w"] * 2 + ["", ""]
+
+
+def test_engines_that_loaded_from_the_store_and_disagree_are_judged_by_most_of_them():
+    found = judge([held("a", stored=True, w="1"), held("b", stored=True, w="2"), held("c", w="2")], {})
+    assert verdicts(found) == {"a": "differs", "b": "differs", "c": "differs"}
+    found = judge([held("a", stored=True, w="1"), held("b", stored=True, w="2"), held("c", stored=True, w="2"), held("d", w="1")], {})
+    assert verdicts(found) == {"a": "differs", "b": "same", "c": "same", "d": "differs"}
+    assert found[3].why.startswith("from b ")
 
 
 def test_two_that_disagree_are_both_named():
@@ -48,7 +65,7 @@ def test_two_that_disagree_are_both_named():
 def test_a_rank_that_differs_is_found_behind_one_that_does_not():
     ranks = [({"w": "1"}, {"w": "2"}), ({"w": "1"}, {"w": "2"}), ({"w": "1"}, {"w": "3"})]
     engines = [Held(engine_id=name, version="1:2", dtype="", layout="tp2", ranks=two, published_names=False) for name, two in zip("abc", ranks, strict=True)]
-    assert verdicts(judge(engines, {})) == {"a": "same", "b": "same", "c": "differs"}
+    assert verdicts(judge(engines, {})) == {"a": "agree", "b": "agree", "c": "differs"}
 
 
 def test_the_published_version_outranks_a_majority():
@@ -121,7 +138,9 @@ async def serve() -> AsyncIterator[Any]:
     await asyncio.gather(*(runner.cleanup() for runner in runners))
 
 
-async def check(rig: Any, store: Any, engines: dict[str, Checked], kind: str = "sglang", manifest: Manifest | None = None) -> list[Finding]:
+async def check(
+    rig: Any, store: Any, engines: dict[str, Checked], kind: str = "sglang", manifest: Manifest | None = None, *, said: Any = None
+) -> list[Finding]:
     async def manifest_of(version: str) -> Manifest | None:
         return manifest if manifest is not None and version == str(manifest.version) else None
 
@@ -129,7 +148,8 @@ async def check(rig: Any, store: Any, engines: dict[str, Checked], kind: str = "
         assert manifest is not None
         return Path(manifest.location)
 
-    statuses = [EngineStatus(engine_id=name, boot_nonce="b", url=one.url, kind=kind, state=EngineState.ROUTABLE) for name, one in engines.items()]
+    plain = {name: EngineStatus(engine_id=name, boot_nonce="b", url=one.url, kind=kind, state=EngineState.ROUTABLE) for name, one in engines.items()}
+    statuses = [dataclasses.replace(status, **(said or {}).get(name, {})) for name, status in plain.items()]
     return await check_engines(statuses, lambda engine: EngineControl(rig.session, engine.url), manifest_of=manifest_of, whole=whole, deadline_s=5)
 
 
@@ -137,8 +157,22 @@ async def test_fused_names_are_compared_among_engines_only(rig: Any, store: Any,
     good, bad = {QKV: "d8aefcd69117246f"}, {QKV: "0000000000000000"}
     engines = {"a": await serve(Checked(good)), "b": await serve(Checked(good)), "c": await serve(Checked(bad))}
     found = await check(rig, store, engines)
-    assert verdicts(found) == {"a": "same", "b": "same", "c": "differs"}
+    assert verdicts(found) == {"a": "agree", "b": "agree", "c": "differs"}
     assert QKV in found[2].why
+
+
+@pytest.mark.parametrize(
+    ("served", "transport", "expected"),
+    [("1:2", "store", {"a": "differs", "b": "differs", "c": "same"}), ("1:2", "nccl", {"a": "agree", "b": "agree", "c": "differs"}),
+     ("1:1", "store", {"a": "agree", "b": "agree", "c": "differs"})],
+    ids=["from the store", "another way", "the store brought an older one"],
+)  # fmt: skip
+async def test_what_an_engine_loaded_from_the_store_is_what_was_published(
+    rig: Any, store: Any, serve: Any, served: str, transport: str, expected: dict[str, str]
+):
+    engines = {"a": await serve(Checked({QKV: "1"})), "b": await serve(Checked({QKV: "1"})), "c": await serve(Checked({QKV: "2"}))}
+    said = {"c": {"transport": transport, "version": Version.parse(served)}}
+    assert verdicts(await check(rig, store, engines, said=said)) == expected
 
 
 async def test_an_engine_that_keeps_the_published_names_is_compared_with_what_was_published(rig: Any, store: Any, serve: Any):
@@ -168,6 +202,6 @@ async def test_one_that_moves_is_asked_again_and_one_that_refuses_is_unknown(rig
     refusing.refuses = True
     engines = {"a": await serve(moving), "b": await serve(restless), "c": await serve(refusing), "d": await serve(Checked({"w": "1"}))}
     found = await check(rig, store, engines)
-    assert verdicts(found) == {"a": "same", "b": "unknown", "c": "unknown", "d": "same"}
+    assert verdicts(found) == {"a": "agree", "b": "unknown", "c": "unknown", "d": "agree"}
     assert "new version each time" in found[1].why
     assert "no" in found[2].why

@@ -106,11 +106,20 @@ async def test_a_primary_that_breaks_in_preparing_leaves_the_same_version_to_the
     assert any("taking the store" in record.message for record in caplog.records if record.levelno == logging.WARNING)
 
 
-@pytest.mark.parametrize("problem", [ManifestError("tensor w"), VersionGone("gone")])
-async def test_a_version_that_is_bad_is_no_fault_of_the_way(problem: Exception):
-    fast, store = Staged("nccl", prepare=[problem]), Staged("store")
+async def test_whether_files_are_damaged_the_store_says():
+    """A weight server reads them by a path, and on a machine, of its own."""
+    fast, store = Staged("nccl", prepare=[ManifestError("tensor w"), ManifestError("tensor w")]), Staged("store", prepare=[None, ManifestError("tensor v")])
     ways = Transports(fast, store)
-    with pytest.raises(type(problem)):
+    await ways.prepare(manifest(), deadline_s=5)
+    assert ways.name == "store"
+    with pytest.raises(ManifestError, match="tensor v"):
+        await ways.prepare(manifest(2), deadline_s=5)
+
+
+async def test_a_version_that_is_gone_is_no_fault_of_the_way():
+    fast, store = Staged("nccl", prepare=[VersionGone("gone")]), Staged("store")
+    ways = Transports(fast, store)
+    with pytest.raises(VersionGone):
         await ways.prepare(manifest(), deadline_s=5)
     await ways.prepare(manifest(2), deadline_s=5)
     assert ways.name == "nccl"
@@ -127,6 +136,26 @@ async def test_a_primary_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatc
     store.hangs = True
     with pytest.raises(ApplyFailed, match=r"store: 1:1 was not there after 0.0 s"):
         await ways.apply(manifest(), deadline_s=0.01)
+
+
+async def test_the_primary_has_a_minute_at_most_and_the_store_what_is_left(monkeypatch: pytest.MonkeyPatch):
+    given: list[float] = []
+
+    class Timed(Staged):
+        async def prepare(self, manifest: Manifest, *, deadline_s: float) -> None:
+            given.append(deadline_s)
+            now[0] += deadline_s / 2
+            raise TransportFailed("no server")
+
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(fallback, "time", clock)
+    monkeypatch.setattr(fallback, "left", lambda end: end - now[0])
+    for deadline_s, expected in ((300.0, [60.0, 270.0]), (10.0, [5.0, 7.5])):
+        with pytest.raises(TransportFailed):
+            await Transports(Timed("nccl"), Timed("store")).prepare(manifest(), deadline_s=deadline_s)
+        assert given == expected
+        given.clear()
 
 
 async def test_after_a_failed_apply_the_next_version_comes_from_the_store_however_late(monkeypatch: pytest.MonkeyPatch):

@@ -88,13 +88,17 @@ async def test_one_call_brings_all_tensors_and_the_memory_is_kept_until_the_engi
     way = served.transport(engine, IpcTransport, transport="ipc")
     manifest = server.stage(V0)
     await way.prepare(manifest, deadline_s=20)
-    assert server.sender.right.held_by(next(iter(_lines(server))))
+    assert _lines(server)
+    assert (server.sender.lines, server.sender.sent_bytes) == (1, 0)
     await way.apply(manifest, deadline_s=20)
     assert not _lines(server), "others may go on"
     calls = (await engine.seen())["calls"]
     assert calls[:3] == ["begin", "tensor:handles-of-1:0:None", "end"]
     await engine.until("generate")
     await _until(lambda: not server.shelf._holds)
+    assert server.sender.sent_bytes == sum(tensor.nbytes for tensor in big_snapshot(V0).tensors.values())
+    await way.aclose()
+    await _until(lambda: not server.sender.lines)
 
 
 async def test_memory_that_an_engine_may_still_read_is_never_written_over(served: ServedRig, server: HandleServer):
@@ -145,6 +149,54 @@ async def test_a_server_on_another_host_is_no_server(served: ServedRig):
     )
     with pytest.raises(TransportFailed, match=f"no weight server for ipc on {socket.gethostname()}"):
         await way.prepare(_manifest(big_snapshot(V0).tensors), deadline_s=5)
+
+
+async def test_two_servers_of_one_host_are_refused_since_an_engine_knows_not_which_is_on_its_gpu(served: ServedRig):
+    for name, device in (("a", "cuda:0"), ("b", "cuda:1")):
+        status = WeightServerStatus(server_id=name, url="http://127.0.0.1:1", device=device, backend="ipc", host=socket.gethostname())
+        await served.presence.beat(name, status)
+    await served.presence.beat("c", WeightServerStatus(server_id="c", url="http://127.0.0.1:1", device="cuda:0", backend="ipc", host="elsewhere"))
+    engine = Engine(None, "http://127.0.0.1:1", served.rig.session)  # type: ignore[arg-type]
+    way = IpcTransport(
+        control=engine.control, session=served.rig.session, presence=served.presence, config=served.config(transport="ipc"), engine_id="e", boot_nonce="b"
+    )
+    with pytest.raises(TransportFailed, match=r"2 weight servers for ipc on .*: a \(cuda:0\), b \(cuda:1\); engines cannot tell yet .*: run one a host"):
+        await way.prepare(_manifest(big_snapshot(V0).tensors), deadline_s=5)
+
+
+async def test_a_line_that_asks_for_too_much_at_once_ends(served: ServedRig, server: HandleServer, caplog: pytest.LogCaptureFixture):
+    [status] = await served.presence.members()
+    async with served.rig.session.ws_connect(f"{status.url}/line", params={"engine": "e"}) as socket_:
+        for number in range(17):
+            await socket_.send_json({"id": number, "op": "stage", "deadline_s": 60, "version": "1:9", "digest": "d"})
+        async with asyncio.timeout(30):
+            while not (await socket_.receive()).type.name.startswith("CLOS"):
+                continue
+    await _until(lambda: not server.sender.lines)
+    assert "more than 16 things at once" in caplog.text
+
+
+NONSENSE = [
+    "[]",
+    "{",
+    '{"id": 1}',
+    '{"id": 1, "op": "handles", "version": "1:0", "ranks": []}',
+    '{"id": 1, "op": "stage", "version": "1:0", "digest": "d", "deadline_s": "soon"}',
+    '{"id": 1, "op": "send", "version": "1:0", "buckets": [[]]}',
+    '{"id": 1, "op": "send", "version": "1:0", "buckets": [[99, "0"]]}',
+]
+
+
+@pytest.mark.parametrize("request_", NONSENSE)
+async def test_a_request_that_makes_no_sense_is_answered_and_the_line_goes_on(served: ServedRig, server: HandleServer, request_: str):
+    server.stage(V0)
+    [status] = await served.presence.members()
+    async with served.rig.session.ws_connect(f"{status.url}/line", params={"engine": "e"}) as socket_:
+        for request in ('{"id": 0, "op": "take", "version": "1:0"}', request_, '{"id": 2, "op": "give"}'):
+            await socket_.send_str(request)
+        async with asyncio.timeout(30):
+            answers = [await socket_.receive_json() for _ in range(3)]
+    assert [answer.get("error") for answer in answers] == [None, "failed", None]
 
 
 def _lines(server: HandleServer) -> list[Any]:

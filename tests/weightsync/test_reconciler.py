@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 from aiohttp import web
 
 from protocol.errors import Superseded
-from protocol.messages import EngineState
+from protocol.messages import EngineState, Manifest
 from protocol.versions import Version
 from weightsync import claim as claim_module
 from weightsync import reconcile as reconcile_module
 from weightsync import reconciler as reconciler_module
 from weightsync.control import EngineControl
 from weightsync.store import DirectoryStore
+
+from .recorded_sglang import RecordedSGLang
 
 
 def _descriptors() -> int:
@@ -429,3 +432,102 @@ async def test_a_restricted_number_of_engines_that_decode_goes_on_while_others_a
             for i in range(4):
                 await rig.serves(f"e{i}", f"1:{n}")
     assert (now, peak) == (0, 1)
+
+
+@contextlib.contextmanager
+def silences(rig: Any, monkeypatch: pytest.MonkeyPatch, reconciler: reconciler_module.Reconciler) -> Iterator[list[int]]:
+    """`totals.silent` each time the engine is called unfit: twice an update, before and after it is let go."""
+    seen: list[int] = []
+    unfit = rig.registry.mark_unfit
+
+    async def mark_unfit(engine_id: str, boot_nonce: str, reason: str) -> bool:
+        seen.append(reconciler.totals.silent)
+        changed: bool = await unfit(engine_id, boot_nonce, reason)
+        return changed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.registry, "mark_unfit", mark_unfit)
+        yield seen
+
+
+async def test_updates_without_an_answer_are_counted_until_the_engine_gives_one_be_it_a_refusal(rig: Any, monkeypatch: pytest.MonkeyPatch):
+    await rig.publish(1, 1)
+    async with rig.server("b1") as server:
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        reconciler = rig.reconciler("e0", server, apply_deadline_s=0.5)
+        server.stage.extend(["hang", "hang", "refuse", "hang", "silent"])
+        with silences(rig, monkeypatch, reconciler) as seen:
+            async with rig.running(reconciler):
+                await rig.serves("e0", "1:1")
+                assert seen == [1, 1, 2, 2, 0, 0, 1, 1, 2]
+                assert reconciler.totals.silent == 0
+
+
+async def test_an_update_for_which_no_time_is_left_says_nothing_of_the_engine(rig: Any, monkeypatch: pytest.MonkeyPatch):
+    await rig.publish(1, 1)
+    late = [3600.0]
+    update = reconciler_module.Reconciler._update
+
+    async def too_late(self: reconciler_module.Reconciler, manifest: Manifest, end: float) -> Any:
+        return await update(self, manifest, end - (late.pop() if late else 0.0))
+
+    monkeypatch.setattr(reconciler_module.Reconciler, "_update", too_late)
+    async with rig.server("b1") as server:
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        reconciler = rig.reconciler("e0", server)
+        with silences(rig, monkeypatch, reconciler) as seen:
+            async with rig.running(reconciler):
+                await rig.serves("e0", "1:1")
+        assert seen == [0, 0]
+
+
+class Joining:
+    """A way that has the engine join a group first."""
+
+    name = "nccl"
+
+    control: EngineControl
+
+    async def prepare(self, manifest: Manifest, *, deadline_s: float) -> None:
+        await self.control.init_group(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="nccl", deadline_s=0.3)
+
+    async def apply(self, manifest: Manifest, *, deadline_s: float) -> None:
+        raise AssertionError
+
+    async def aclose(self) -> None:
+        pass
+
+
+class Blocked(RecordedSGLang):
+    """Joins a group whose peer never comes, and answers nothing from then on."""
+
+    recovers = False
+
+    async def _group(self, _: dict[str, Any]) -> web.Response:
+        self.hung = not self.recovers
+        await self._closed.wait()
+        return web.Response(status=503)
+
+    async def _pause(self, body: dict[str, Any]) -> web.Response:
+        if self.hung:
+            await self._closed.wait()
+        return await super()._pause(body)
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+async def test_an_engine_that_hangs_in_joining_a_group_is_silent_though_the_store_has_the_version(rig: Any, recovers: bool):
+    await rig.publish(1, 1)
+    async with Blocked("b1", "0.5.23").serving() as server:
+        server.recovers = recovers
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        joining = Joining()
+        reconciler = rig.reconciler("e0", server, primary=joining, apply_deadline_s=0.5)
+        joining.control = reconciler._control
+        async with rig.running(reconciler):
+            if recovers:
+                await rig.serves("e0", "1:1")
+                assert reconciler.totals.silent == 0
+            else:
+                await rig.until(lambda _: reconciler.totals.silent == 2)
+                assert server.paths.count("/init_weights_update_group") == 1
+                assert server.paths.count("/pause_generation") == 1

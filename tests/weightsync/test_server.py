@@ -21,6 +21,8 @@ from tests.weightsync.served_rig import big_snapshot
 from weightsync.buckets import plan
 from weightsync.claim import PIN_S
 from weightsync.pointer import Pointer
+from weightsync.server import line
+from weightsync.server.line import Line, Sender
 from weightsync.server.own_thread import OwnThread
 from weightsync.server.right import TransferRight
 from weightsync.server.serve import WeightServerConfig, run_weight_server
@@ -81,10 +83,10 @@ async def test_an_idle_right_is_lost_to_who_waits_and_a_used_one_is_not():
     clock.now = 9.8
     waiting = asyncio.create_task(right.take(busy, deadline_s=60))
     await asyncio.sleep(0)
-    assert right.held_by(idle)
+    assert right._holder is idle
     clock.now = 9.95
     await waiting
-    assert (idle.losses, right.held_by(busy)) == (1, True)
+    assert (idle.losses, right._holder) == (1, busy)
     right.use(busy)
     clock.now = 100.0
     with pytest.raises(TimeoutError):
@@ -102,12 +104,12 @@ async def test_one_whose_engine_is_paused_goes_before_one_that_only_prepared_and
     await asyncio.sleep(0)
     await right.take(paused, deadline_s=0, urgent=True)
     right.use(paused)
-    assert (prepared.losses, right.held_by(paused)) == (1, True)
+    assert (prepared.losses, right._holder) == (1, paused)
     with pytest.raises(TimeoutError):
         await right.take(prepared, deadline_s=0, urgent=True)
     right.give(paused)
     await queued
-    assert right.held_by(waiting)
+    assert right._holder is waiting
 
 
 async def test_who_gives_up_waiting_is_passed_over():
@@ -120,7 +122,7 @@ async def test_who_gives_up_waiting_is_passed_over():
     quitting.cancel()
     right.give(holder)
     await waiting
-    assert right.held_by(next_)
+    assert right._holder is next_
     await asyncio.wait([quitting])
     assert quitting.cancelled()
 
@@ -133,10 +135,10 @@ async def test_a_right_that_comes_to_one_who_is_being_cancelled_goes_on():
     waiting = asyncio.create_task(right.take(next_, deadline_s=60))
     await asyncio.sleep(0)
     right.give(holder)
-    assert right.held_by(quitter)
+    assert right._holder is quitter
     quitting.cancel()
     await waiting
-    assert right.held_by(next_)
+    assert right._holder is next_
     await asyncio.wait([quitting])
 
 
@@ -277,6 +279,24 @@ async def test_a_call_that_does_not_return_costs_its_waiter_the_deadline_and_blo
     free.close()
 
 
+async def test_a_thread_that_is_stuck_takes_only_so_many_calls_and_says_when_it_is_free():
+    stuck, released, ran = OwnThread("stuck"), threading.Event(), []
+    free = asyncio.Event()
+    stuck.when_free(lambda: ran.append("free now"))
+    assert ran.pop() == "free now"
+    waiting = [asyncio.create_task(stuck.call(released.wait, deadline_s=30)) for _ in range(8)]
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError, match="8 calls run or wait already"):
+        await stuck.call(lambda: ran.append("refused"), deadline_s=30)
+    stuck.when_free(free.set)
+    assert not free.is_set()
+    released.set()
+    await asyncio.gather(*waiting)
+    await asyncio.wait_for(free.wait(), 10)
+    assert ran == []
+    stuck.close()
+
+
 # the pointer ------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +322,100 @@ async def test_what_a_server_reads_is_pinned_in_the_same_step_and_kept_while_it_
     assert PIN_S > 10, "far beyond the time between two looks"
     await pointer.release()
     assert await rig.redis.hgetall(rig.keys.weight_pins) == {}
+
+
+# a line -----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _sender(backend: str = "gloo", *, group_timeout_s: float = 20.0) -> Sender:
+    return Sender(
+        device=torch.device("cpu"), backend=backend, address="127.0.0.1", group_timeout_s=group_timeout_s, shelf=Shelf(), right=TransferRight(idle_s=100.0)
+    )
+
+
+class Meeting:
+    """A group whose other side comes when a test says so. Real ones, between processes, are in test_collective."""
+
+    def __init__(self, *, backend: str, device: torch.device, address: str, world_size: int, timeout_s: float) -> None:
+        self.name, self.address, self.port, self.world_size, self._timeout_s = f"{backend} on {device}", address, 1, world_size, timeout_s
+        self.came = threading.Event()
+
+    def join(self) -> None:
+        if not self.came.wait(self._timeout_s):
+            raise TransportFailed("did not form")
+
+    def abort(self) -> None:
+        self.came.set()
+
+    def destroy(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture
+def meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "Group", Meeting)
+
+
+@pytest.mark.usefixtures("meetings")
+async def test_two_engines_never_meet_their_groups_at_the_same_time():
+    """An engine decodes nothing while it waits in its group, so engines that all come back to a new server stop one after the other."""
+    sender, order = _sender(), []
+    first, second = Line(sender, "e0"), Line(sender, "e1")
+    assert (await first._join({"ranks": 1}, 30.0))["world_size"] == 2
+    joining = asyncio.create_task(second._join({"ranks": 1}, 30.0))
+    joining.add_done_callback(lambda _: order.append("e1 begins"))
+    with pytest.raises(TransportFailed, match="still forming"):
+        await first._take({"version": "1:1"}, 1.0)
+    first._group.came.set()  # type: ignore[union-attr]
+    await first._joined({}, 30.0)
+    assert not joining.done()
+    order.append("e0 met")
+    await first._give({}, 1.0)
+    await joining
+    assert order == ["e0 met", "e1 begins"]
+    assert sender.right._holder is second
+    with pytest.raises(TransportFailed, match="has a group already"):
+        await first._join({"ranks": 1}, 1.0)
+    await first._end([])
+    await second._end([])
+    assert sender.right._holder is None
+
+
+@pytest.mark.usefixtures("meetings")
+async def test_an_engine_that_does_not_come_frees_the_others_when_its_group_times_out():
+    sender = _sender(group_timeout_s=0.2)
+    first, second = Line(sender, "e0"), Line(sender, "e1")
+    await first._join({"ranks": 1}, 30.0)
+    await second._join({"ranks": 1}, 30.0)
+    with pytest.raises(TransportFailed, match="did not form"):
+        await first._joined({}, 30.0)
+    await asyncio.gather(first._end([]), second._end([]))
+    assert sender.right._holder is None
+
+
+async def test_memory_that_a_stuck_call_may_still_read_is_kept_until_the_call_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(line, "ABORT_S", 0.05)
+    released = threading.Event()
+
+    class Stuck:
+        def abort(self) -> None:
+            """It does not help."""
+
+        def destroy(self) -> None:
+            released.wait()
+
+    sender = _sender()
+    sender.shelf.put(_staged(V1))
+    stuck = Line(sender, "e0")
+    await stuck._take({"version": str(V1), "use": True}, 1.0)
+    stuck._group = Stuck()  # type: ignore[assignment]
+    await stuck._end([])
+    assert sender.right._holder is None, "the next engine need not wait"
+    assert sender.shelf._holds[V1] == 1
+    released.set()
+    async with asyncio.timeout(10):
+        while sender.shelf._holds:
+            await asyncio.sleep(0)
 
 
 # what it must be given --------------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import signal
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,6 +138,9 @@ def test_hostile_headers_are_refused(tmp_path: Path):
         b'{"a": 1}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
         b'{"a": {"dtype": "X", "shape": [], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4.0]}}',
+        b'{"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}',
     ):
         path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
         with pytest.raises(ManifestError), open_tensors(path):
@@ -152,6 +156,27 @@ def test_a_manifest_that_names_other_tensors_than_the_file_is_refused(store: Dir
     for wrong, words in ((dataclasses.replace(entry, name="model.ghost"), "model.ghost is not in"), (dataclasses.replace(entry, shape=(3, 4)), "expected F32")):
         with pytest.raises(ManifestError, match=words):
             store.verify(dataclasses.replace(manifest, tensors=(wrong, *manifest.tensors[1:])))
+
+
+def test_links_that_lead_nowhere_are_refused(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
+    manifest = store.write(snapshot(Version(1, 3)))
+    path = store.path(Version(1, 3)) / manifest.tensors[0].file
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.raises(ManifestError):
+        store.verify(manifest)
+
+
+def test_leftovers_of_a_life_with_the_same_number_are_swept(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
+    """In a container every life of a process may have the number of the one before."""
+    store.write(snapshot(Version(1, 3)))
+    left = store.folder / f".tmp-{socket.gethostname()}-{os.getpid()}-deadbeef0000"
+    odd = store.folder / ".tmp-odd"
+    left.mkdir()
+    odd.mkdir()
+    store.sweep(1, [Version(1, 3)])
+    assert not left.exists()
+    assert odd.exists(), "nobody knows whose it is, and it is young"
 
 
 def test_a_place_outside_the_store_is_refused(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], tmp_path: Path):
@@ -261,7 +286,7 @@ def test_a_kill_in_the_middle_of_a_write_leaves_nothing_visible_and_is_swept(sto
 def test_a_sweep_leaves_live_writers_and_other_hosts_alone(store: DirectoryStore, snapshot: Callable[[Version], Snapshot]):
     store.write(snapshot(Version(1, 1)))
     store.write(snapshot(Version(1, 2)))
-    ours, theirs = store.folder / f".tmp-{os.uname().nodename}-{os.getpid()}-abc", store.folder / ".tmp-other-host-1-abc"
+    ours, theirs = store.folder / f".tmp-{os.uname().nodename}-{os.getppid()}-abc", store.folder / ".tmp-other-host-1-abc"
     ours.mkdir()
     theirs.mkdir()
     assert store.sweep(1, {Version(1, 2)}) == (Version(1, 1),)

@@ -1,7 +1,9 @@
 """One engine's line to the weight server: a WebSocket that carries its requests, and whose end ends all that it had.
 
-    connected ──join──► group formed ──stage, take──► right held, version held ──send …──► give
+    connected ──join──► right held, group forms ──joined, give──► stage, take ──► right held, version held ──send …──► give
         └── closed, by whichever side, or silent for `HEARTBEAT_S`: right and holds are given back, the group is destroyed
+
+An engine stands still while it waits for its group to meet, so whoever meets has the transfer right: no two engines of a server do at the same time (rule W6).
 
 Every message is JSON `{"id", "op", …}` and gets one answer `{"id", …}`, or `{"id", "error", "message"}` with error = gone | manifest | failed.
 """
@@ -12,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from aiohttp import WSMsgType, web
 from protocol.errors import ManifestError, TransportFailed, VersionGone
 from protocol.failpoints import Failpoint, failpoint
 from protocol.versions import Version
+from weightsync.finish import finish, left
 from weightsync.server import handles
 from weightsync.server.own_thread import OwnThread
 from weightsync.server.process_group import ABORT_S, Group, end_process
@@ -32,9 +35,14 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger(__name__)
-HEARTBEAT_S = 5.0
-"""How long a side may be silent, give or take half of it."""
 _MAX_RANKS = 1024
+_MOST_REQUESTS = 16
+"""Of one line at the same time; an engine has two or three, so more come from something else, and its line ends."""
+_EARLIER = 0.9
+"""Of the time that an engine gives its group: this side ends first, and says what was not done."""
+_GRACE_S = 1.0
+"""For a group to say itself that it did not form in time."""
+_END_S = 2 * ABORT_S + 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,10 +56,12 @@ class Sender:
     group_timeout_s: float
     shelf: Shelf
     right: TransferRight
-    groups: int = 0
+    lines: int = 0
+    """Engines that are connected, whether or not their way has groups."""
     sent_bytes: int = 0
+    """Of versions that engines took: sent, or handed over once an engine had them."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set whenever `groups` changed."""
+    """Set whenever `lines` changed."""
 
 
 class Line:
@@ -62,6 +72,8 @@ class Line:
         self._engine_id = engine_id
         self._thread = OwnThread(f"line:{engine_id}")
         self._group: Group | None = None
+        self._entered = False
+        """A group was asked for: a line has one in its life."""
         self._joining: asyncio.Task[None] | None = None
         self._prepared: Version | None = None
         """Held while this line has the right."""
@@ -81,20 +93,25 @@ class Line:
     async def serve(self, socket: web.WebSocketResponse) -> None:
         """Until the other side is gone. Everything it had is given back then."""
         tasks: set[asyncio.Task[None]] = set()
+        self._count(1)
         try:
             async for message in socket:
                 if message.type is not WSMsgType.TEXT:
+                    break
+                if len(tasks) >= _MOST_REQUESTS:
+                    _LOG.warning("engine %s asked for more than %d things at once: its line ends", self._engine_id, _MOST_REQUESTS)
                     break
                 task = asyncio.create_task(self._answer(socket, message.data), name=f"line:{self._engine_id}")
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
         finally:
-            left = list(tasks)
-            for task in left:
+            for task in tasks:
                 task.cancel()
-            if left:
-                await asyncio.wait(left)
-            await self._end()
+            await finish(self._end(list(tasks)), limit_s=_END_S)
+
+    def _count(self, change: int) -> None:
+        self._sender.lines += change
+        self._sender.changed.set()
 
     async def _answer(self, socket: web.WebSocketResponse, text: str) -> None:
         number: object = None
@@ -108,35 +125,43 @@ class Line:
             answer = {"error": "manifest", "message": str(problem)}
         except (TransportFailed, TimeoutError, PermissionError) as problem:
             answer = {"error": "failed", "message": str(problem) or "no answer in time"}
-        except (KeyError, TypeError, ValueError) as problem:
+        except (LookupError, TypeError, ValueError, ArithmeticError) as problem:
             answer = {"error": "failed", "message": f"not understood: {problem!r}"}
         with contextlib.suppress(ConnectionError, RuntimeError):  # it left meanwhile
             await socket.send_str(orjson.dumps({"id": number, **answer}).decode())
 
-    # requests --------------------------------------------------------------------------------------------------------------------------------
-
     async def _join(self, request: Mapping[str, Any], deadline_s: float) -> Mapping[str, object]:
-        """Open a group and begin to wait for the engine in it; what the engine needs to come is the answer."""
-        ranks = int(request["ranks"])
+        """Open a group and begin to wait for the engine in it; what the engine needs to come is the answer.
+
+        Waits for the right, and has it in use from then on: until it is given, the group does not form, or the line ends.
+        """
+        ranks, end = int(request["ranks"]), time.monotonic() + deadline_s
         if not 1 <= ranks <= _MAX_RANKS:
             raise ValueError(f"ranks {ranks}: expected 1 to {_MAX_RANKS}")
-        if self._group is not None:
+        if self._entered:
             raise TransportFailed("this line has a group already; open another line")
-        sender, timeout_s = self._sender, min(deadline_s, self._sender.group_timeout_s)
+        self._entered = True
+        sender, timeout_s = self._sender, min(deadline_s, self._sender.group_timeout_s * _EARLIER)
+        await sender.right.take(self, deadline_s=deadline_s)
+        sender.right.use(self)
 
         def make() -> Group:
             return Group(backend=sender.backend, device=sender.device, address=sender.address, world_size=1 + ranks, timeout_s=timeout_s)
 
         try:
-            group = await self._thread.call(make, deadline_s=deadline_s)
+            group = await self._thread.call(make, deadline_s=left(end))
         except (OSError, RuntimeError) as problem:
+            sender.right.give(self)
             raise TransportFailed(f"no group can be made on {sender.address}: {problem!s:.300}") from problem
         self._group = group
-        sender.groups += 1
-        sender.changed.set()
-        self._joining = asyncio.create_task(self._thread.call(group.join, deadline_s=deadline_s), name=f"line:{self._engine_id}:join")
-        self._joining.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._joining = asyncio.create_task(self._thread.call(group.join, deadline_s=timeout_s + _GRACE_S), name=f"line:{self._engine_id}:join")
+        self._joining.add_done_callback(self._met)
         return {"group": group.name, "address": group.address, "port": group.port, "world_size": group.world_size, "backend": sender.backend}
+
+    def _met(self, joining: asyncio.Task[None]) -> None:
+        """The engine says itself when it is in (`give`): with NCCL this side is at once. A group that did not form frees the others here."""
+        if joining.cancelled() or joining.exception() is not None:
+            self._sender.right.give(self)
 
     async def _joined(self, _: Mapping[str, Any], deadline_s: float) -> Mapping[str, object]:
         """Return once every rank is in the group."""
@@ -157,6 +182,8 @@ class Line:
         """The right to send, and the version held for it. With `use`: the engine is paused, and the right stays until it is given."""
         version = Version.parse(request["version"])
         use = bool(request.get("use"))
+        if self._joining is not None and not self._joining.done():
+            raise TransportFailed("the group of this line is still forming")
         await self._sender.right.take(self, deadline_s=deadline_s, urgent=use)
         try:
             self._sender.shelf.hold(version)
@@ -173,8 +200,12 @@ class Line:
         """Buckets one after the other, if all are those that the engine will be told of; it takes each when it comes to it."""
         group, started = self._group, time.monotonic()
         staged = self._held(request["version"])
-        buckets = [(staged.buckets[int(index)], staged.memory[int(index)], digest) for index, digest in request["buckets"]]
-        for index, (bucket, _, digest) in enumerate(buckets):
+        named = [(int(index), digest) for index, digest in request["buckets"]]
+        for index, _ in named:
+            if not 0 <= index < len(staged.buckets):
+                raise TransportFailed(f"bucket {index} of version {staged.version}: expected 0 to {len(staged.buckets) - 1}: nothing was sent")
+        buckets = [(staged.buckets[index], staged.memory[index], digest) for index, digest in named]
+        for (index, _), (bucket, _, digest) in zip(named, buckets, strict=True):
             if bucket.digest != digest:
                 raise TransportFailed(f"bucket {index} of version {staged.version} is {bucket.digest} here, not {digest}: nothing was sent")
         if group is None or self._thread.busy:
@@ -193,6 +224,8 @@ class Line:
             raise TransportFailed(f"this server sends by {self._sender.backend} and hands out no memory")
         if not 1 <= ranks <= _MAX_RANKS:
             raise ValueError(f"ranks {ranks}: expected 1 to {_MAX_RANKS}")
+        if self._thread.busy:
+            raise TransportFailed("handles are being made for this line already")
 
         def make() -> list[str]:
             handles.collect()
@@ -207,6 +240,7 @@ class Line:
     async def _give(self, request: Mapping[str, Any], _: float) -> Mapping[str, object]:
         """The right goes to whoever waits. With `reading`: the engine may still read the memory, which stays as it is until `release`."""
         if request.get("reading") and self._prepared is not None:
+            self._sender.sent_bytes += sum(bucket.nbytes for bucket in self._sender.shelf.get(self._prepared).buckets)
             self._reading.append(self._prepared)
             self._prepared = None
         self._forget_prepared()
@@ -220,8 +254,6 @@ class Line:
             self._reading.remove(read)
             self._sender.shelf.release(read)
         return {}
-
-    # -- what it holds ------------------------------------------------------------------------------------------------------------------------
 
     def lost(self) -> None:
         """Another engine has the right now; what was prepared is held no longer."""
@@ -237,22 +269,31 @@ class Line:
             raise TransportFailed(f"version {version} was not taken by this line, or another has the right now")
         return self._sender.shelf.get(self._prepared)
 
-    async def _end(self) -> None:
+    async def _end(self, asked: Sequence[asyncio.Task[None]]) -> None:
         """Order: the engine is freed, the next one may send, the group goes; then nothing reads the memory any more, and it is given back."""
+        if asked:
+            await asyncio.wait(asked)
         sender, group, self._group = self._sender, self._group, None
         if self._joining is not None:
             self._joining.cancel()
-        if group is not None and self._thread.busy:
-            await asyncio.to_thread(group.abort)
-        sender.right.give(self)
-        if group is not None:
-            await self._leave(group)
-            sender.groups -= 1
-            sender.changed.set()
-        self._thread.close()
+        try:
+            if group is not None and self._thread.busy:
+                await asyncio.to_thread(group.abort)
+            sender.right.give(self)
+            if group is not None:
+                await self._leave(group)
+        finally:
+            sender.right.give(self)
+            self._count(-1)
+            self._thread.when_free(self._release_all)
+            self._thread.close()
+
+    def _release_all(self) -> None:
+        """No call of this line runs any more, and with it none that reads the memory: also where one outlived its deadline."""
         self._forget_prepared()
         for version in self._reading:
-            sender.shelf.release(version)
+            self._sender.shelf.release(version)
+        self._reading.clear()
 
     async def _leave(self, group: Group) -> None:
         try:
@@ -260,4 +301,4 @@ class Line:
         except TimeoutError:
             if self._sender.backend == "nccl":
                 end_process(f"the group of {self._engine_id} is stuck in a call to NCCL")
-            _LOG.warning("the group of %s is left to its own timeout", self._engine_id)
+            _LOG.warning("the group of %s is left to its own timeout; until then its memory stays as it is", self._engine_id)

@@ -29,9 +29,6 @@ class TransferRight:
         self._in_use = False
         self._line: deque[tuple[Holder, asyncio.Future[None]]] = deque()
 
-    def held_by(self, who: Holder) -> bool:
-        return self._holder is who
-
     async def take(self, who: Holder, *, deadline_s: float, urgent: bool = False) -> None:
         """Return once `who` has it; taking what one has renews it. `urgent`: its engine is paused, so who only prepared steps back. Raises: `TimeoutError`."""
         loser = self._holder

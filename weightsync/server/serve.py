@@ -26,8 +26,10 @@ from protocol.presence import Presence
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups, wakeups
 from weightsync.config import WeightsConfig
+from weightsync.manifests import check_manifest
 from weightsync.pointer import Pointer
-from weightsync.server.line import HEARTBEAT_S, Line, Sender
+from weightsync.roles import HEARTBEAT_S, WEIGHT_SERVER
+from weightsync.server.line import Line, Sender
 from weightsync.server.process_group import prepare_environment
 from weightsync.server.right import TransferRight
 from weightsync.server.shelf import Shelf, Staged
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger(__name__)
-ROLE = "weight-server"
-"""Under which servers announce themselves."""
 BEAT_S = 2.5
 IDLE_S = 10.0
 """A right that its holder does not use for so long goes to whoever waits."""
@@ -73,9 +73,9 @@ async def run_weight_server(config: WeightServerConfig, stop: asyncio.Event, *, 
         async with wakeups(client, keys) as waker:
             server_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
             server = _Server(
-                config, server_id, device=place, host=host, port=port, store=store, waker=waker, pointer=Pointer(client, keys, f"weight-server:{server_id}")
+                config, server_id, device=place, host=host, port=port, store=store, waker=waker, pointer=Pointer(client, keys, f"{WEIGHT_SERVER}:{server_id}")
             )
-            await server.run(stop, Presence(client, keys, ROLE, WeightServerStatus))
+            await server.run(stop, Presence(client, keys, WEIGHT_SERVER, WeightServerStatus))
     finally:
         await client.aclose()
 
@@ -143,8 +143,6 @@ class _Server:
                         await presence.leave(self._id)
                         await self._pointer.release()
 
-    # following -------------------------------------------------------------------------------------------------------------------------------
-
     async def _follow(self) -> None:
         """Consumes: the pointer. Produces: staged versions. Waits for: a newer version, and a place for it. Unblocked by: wake-ups, and a look every second."""
         done: Version | None = None
@@ -182,12 +180,11 @@ class _Server:
         return True
 
     def _read(self, manifest: Manifest, memory: tuple[torch.Tensor, ...]) -> Staged:
+        check_manifest(manifest)
         if manifest.kind != "full":
             raise TransportFailed(f"version {manifest.version} holds only what changed: a weight server stages whole versions; publish with the same transport")
         with self._store.open(manifest) as tensors:
             return self._stager.stage(manifest, tensors, memory)
-
-    # being found -----------------------------------------------------------------------------------------------------------------------------
 
     async def _beat(self, presence: Presence[WeightServerStatus]) -> None:
         """Announced again at once when what it has has changed."""
@@ -195,7 +192,10 @@ class _Server:
         while True:
             await presence.beat(self._id, self._status())
             sender.changed.clear()
-            waits = {asyncio.create_task(sender.changed.wait()), asyncio.create_task(sender.shelf.change())}
+            waits = {
+                asyncio.create_task(sender.changed.wait(), name="weight-server:lines"),
+                asyncio.create_task(sender.shelf.change(), name="weight-server:shelf"),
+            }
             try:
                 await asyncio.wait(waits, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -211,7 +211,7 @@ class _Server:
             device=str(sender.device),
             backend=sender.backend,
             staged=sender.shelf.newest,
-            groups=sender.groups,
+            groups=sender.lines,
             sent_bytes=sender.sent_bytes,
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -14,6 +14,7 @@ from weightsync.channel import Channel
 from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
 from weightsync.fallback import Transports
+from weightsync.roles import WEIGHT_SERVER
 from weightsync.store import DirectoryStore, VersionStore
 from weightsync.transports.contract import Transport
 from weightsync.transports.store import StoreTransport
@@ -40,7 +41,7 @@ def make_transports(
     last = _from_store(config, store=store, control=control, client=client, keys=keys, folder=folder)
     if config.transport in ("store", "delta"):
         return Transports(None, last)
-    servers: Presence[WeightServerStatus] = Presence(client, keys, "weight-server", WeightServerStatus)
+    servers: Presence[WeightServerStatus] = Presence(client, keys, WEIGHT_SERVER, WeightServerStatus)
     from weightsync.transports.collective import CollectiveTransport
     from weightsync.transports.ipc import IpcTransport
 
@@ -55,6 +56,5 @@ def _from_store(config: WeightsConfig, *, store: VersionStore, control: EngineCo
     from weightsync.mirror import Mirror
     from weightsync.transports.relay import RelayTransport
 
-    return RelayTransport(
-        Mirror(folder, store, Channel(client, keys), keep=config.keep), control, name=config.transport if config.transport == "delta" else "store"
-    )
+    mirror = Mirror(folder, store, Channel(client, keys), keep=config.keep, bucket_bytes=config.bucket_mb << 20)
+    return RelayTransport(mirror, control, name=config.transport if config.transport == "delta" else "store")

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable
 from protocol.messages import Manifest
 from weightsync.buckets import Bucket
+from weightsync.finish import left
 from weightsync.transports.served import ServedTransport, together
-from weightsync.transports.server_line import ServerLine, left
+from weightsync.transports.server_line import ServerLine
 
 
 class CollectiveTransport(ServedTransport[tuple[Bucket, ...]]):
@@ -23,10 +24,10 @@ class CollectiveTransport(ServedTransport[tuple[Bucket, ...]]):
     _group = ""
 
     async def _enter(self, line: ServerLine, end: float) -> None:
-        """The server listens before the engine is told: an engine decodes nothing while it waits for a peer."""
-        wait_s = min(self._config.group_deadline_s, left(end))
-        offer = await line.ask("join", deadline_s=wait_s, ranks=self._ranks)
+        """The server listens before the engine is told, and no other engine of it meets meanwhile: an engine decodes nothing while it waits for a peer."""
+        offer = await line.ask("join", deadline_s=left(end), ranks=self._ranks)
         self._group = str(offer["group"])
+        wait_s = min(self._config.group_deadline_s, left(end))
         await together(
             line.ask("joined", deadline_s=wait_s),
             self._control.init_group(
@@ -39,6 +40,7 @@ class CollectiveTransport(ServedTransport[tuple[Bucket, ...]]):
                 deadline_s=wait_s,
             ),
         )
+        await line.ask("give", deadline_s=left(end))
 
     async def _make_ready(self, line: ServerLine, manifest: Manifest, buckets: Sequence[Bucket], end: float) -> tuple[Bucket, ...]:
         del line, manifest, end

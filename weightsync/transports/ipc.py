@@ -1,6 +1,7 @@
 """The transport `ipc`: a weight server on the engine's own GPU has the version there already, and the engine copies it within that GPU's memory.
 
-Only SGLang on the same host: its endpoint reads pickle, which the server makes (rule W10). While an engine copies, the server keeps the memory as it is;
+Only SGLang on the same host, where one such server may run: an engine does not know yet which GPU is its own. The endpoint reads pickle, which the server
+makes (rule W10). While an engine copies, the server keeps the memory as it is;
 the hold ends when the engine has decoded a token afterwards, which it does only once its copies are done.
 """
 
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable
 from protocol.messages import Manifest
 from weightsync.buckets import Bucket
+from weightsync.finish import left
 from weightsync.transports.served import ServedTransport
-from weightsync.transports.server_line import ServerLine, left
+from weightsync.transports.server_line import ServerLine
 
 _RELEASE_S = 5.0
 
@@ -55,4 +57,4 @@ class IpcTransport(ServedTransport[tuple[str, ...]]):
         task, self._settling = self._settling, None
         if task is not None:
             task.cancel()
-            await asyncio.wait([task])
+            await asyncio.gather(task, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from protocol.errors import TransportFailed, VersionGone
@@ -9,6 +10,7 @@ from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync.control import EngineControl
 from weightsync.mirror import Mirror
+from weightsync.store import DirectoryStore
 
 
 class RelayTransport:
@@ -32,6 +34,10 @@ class RelayTransport:
         try:
             path = await self._mirror.ensure(manifest, deadline_s=deadline_s)
         except OSError as problem:
+            if manifest.kind == "full" and isinstance(store := self._mirror.store, DirectoryStore):  # there it can be loaded from where it is
+                await asyncio.to_thread(store.verify, manifest)
+                self._prepared = (manifest.version, manifest.digest, store.locate(manifest))
+                return
             why = f"not within {deadline_s:.1f} s" if isinstance(problem, TimeoutError) else str(problem)
             raise TransportFailed(f"version {manifest.version} cannot be copied to {self._mirror.folder}: {why}") from problem
         self._prepared = (manifest.version, manifest.digest, path)

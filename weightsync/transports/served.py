@@ -22,11 +22,14 @@ from protocol.presence import Presence
 from weightsync.buckets import Bucket, plan
 from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
-from weightsync.transports.server_line import ServerLine, choose, left
+from weightsync.finish import finish, left
+from weightsync.transports.server_line import ServerLine, choose
 
 _BROKEN = (ApplyFailed, EngineUnavailable, DecodeError, TimeoutError)
 _RESERVE_S = 2.0
 """Of every deadline, at most a fifth, kept back to leave both sides clean."""
+_SLACK_S = 1.0
+"""Beyond what each part of leaving is given."""
 _CONNECT_S = 5.0
 _RETAKE_S = 5.0
 """How long, at most a quarter of its deadline, a paused engine waits while another takes its bytes."""
@@ -48,7 +51,7 @@ class ServedTransport(Generic[Ready]):
         boot_nonce: str,
         ranks: int = 1,
     ) -> None:
-        """`presence`: of role "weight-server". `ranks`: tensor-parallel ranks of the engine."""
+        """`presence`: of role `WEIGHT_SERVER`. `ranks`: tensor-parallel ranks of the engine."""
         self._control = control
         self._session = session
         self._presence = presence
@@ -99,8 +102,6 @@ class ServedTransport(Generic[Ready]):
         self._ready = None
         await self._drop_line()
 
-    # parts of each way -----------------------------------------------------------------------------------------------------------------------
-
     _same_host = False
     _reads_later = False
     """Whether the engine may still read the server's memory when it has answered."""
@@ -134,8 +135,9 @@ class ServedTransport(Generic[Ready]):
             await line.ask("give", deadline_s=wait_s, reading=self._reads_later)
         except TransportFailed:
             await self._drop_line()
-
-    # -- the line -----------------------------------------------------------------------------------------------------------------------------
+        except BaseException:  # a right that is in use and never given would stop all others for as long as the line is open
+            await self._drop_line()
+            raise
 
     async def _connected(self, manifest: Manifest, end: float) -> ServerLine:
         if self._line is not None and self._line.alive:
@@ -151,10 +153,14 @@ class ServedTransport(Generic[Ready]):
         return line
 
     async def _drop_line(self, limit_s: float = _RESERVE_S) -> None:
+        """Both sides are left, also while we are being cancelled: a line that only we know of would keep what its server has for the engine."""
         line, self._line = self._line, None
         if line is not None:
-            await line.aclose(limit_s=limit_s / 2)
-            await self._leave(limit_s / 2)
+            await finish(self._part(line, limit_s), limit_s=limit_s + _SLACK_S)
+
+    async def _part(self, line: ServerLine, limit_s: float) -> None:
+        await line.aclose(limit_s=limit_s / 2)
+        await self._leave(limit_s / 2)
 
     @contextlib.asynccontextmanager
     async def _clean(self, deadline_s: float) -> AsyncIterator[float]:
@@ -174,7 +180,7 @@ class ServedTransport(Generic[Ready]):
             raise TransportFailed(text if isinstance(problem, TransportFailed) else f"{self.name}: {text}") from problem
         except BaseException:
             self._ready = None
-            await _shielded(self._drop_line())
+            await self._drop_line()
             raise
 
 
@@ -204,11 +210,3 @@ async def together(*calls: Coroutine[Any, Any, object]) -> None:
         for task in tasks:
             if not task.cancelled():
                 task.exception()
-
-
-async def _shielded(work: Coroutine[Any, Any, None]) -> None:
-    """To its end, also while the caller is being cancelled; it is bounded itself."""
-    task = asyncio.create_task(work, name="transport:clean")
-    with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.shield(task)
-    await asyncio.wait([task])

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,8 @@ import orjson
 from protocol.errors import ManifestError, TransportFailed, VersionGone
 from protocol.messages import WeightServerStatus
 from protocol.versions import Version
+from weightsync.roles import HEARTBEAT_S
 
-HEARTBEAT_S = 5.0
-"""A server that is silent for so long, give or take half of it, is taken for dead."""
 _EARLIER_S = 0.5
 """The server is given so much less time, or a tenth less, that it can say itself what was not done."""
 _CLOSE_S = 1.0
@@ -49,7 +47,9 @@ class ServerLine:
                     timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
                 )
         except (aiohttp.ClientError, OSError, TimeoutError) as problem:
-            raise TransportFailed(f"weight server {server.server_id} does not answer ({str(problem) or type(problem).__name__})") from problem
+            # The words of a refusal have the whole address in them, and with it the server's key.
+            why = f"HTTP {problem.status}" if isinstance(problem, aiohttp.ClientResponseError) else str(problem) or type(problem).__name__
+            raise TransportFailed(f"weight server {server.server_id} does not answer ({why})") from None
         return cls(connection, server)
 
     @property
@@ -85,11 +85,13 @@ class ServerLine:
 
     async def aclose(self, *, limit_s: float = _CLOSE_S) -> None:
         """Within `limit_s`; never raises."""
-        with contextlib.suppress(aiohttp.ClientError, ConnectionError, TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._socket.close()
-        self._reader.cancel()
-        await asyncio.wait([self._reader])
+        try:
+            with contextlib.suppress(aiohttp.ClientError, ConnectionError, TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._socket.close()
+        finally:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
 
     async def _read(self) -> None:
         """Consumes: the server's answers. Produces: whoever waits for one. Ends with the connection."""
@@ -111,15 +113,14 @@ class ServerLine:
 def choose(servers: Sequence[WeightServerStatus], *, backend: str, version: Version, same_host: bool) -> WeightServerStatus:
     """The server to connect to: one that has the version rather than one that has not, then the one with the fewest engines.
 
-    Raises: `TransportFailed` if there is none.
+    Raises: `TransportFailed` if there is none; with `same_host`, if there are several: memory of one GPU cannot be handed to an engine on another.
     """
     here = socket.gethostname()
     fit = [server for server in servers if server.backend == backend and (not same_host or server.host == here)]
     if not fit:
         where = f" on {here}" if same_host else ""
         raise TransportFailed(f"no weight server for {backend}{where}: start one with `rollstream weight-server`")
+    if same_host and len(fit) > 1:
+        names = ", ".join(sorted(f"{server.server_id} ({server.device})" for server in fit))
+        raise TransportFailed(f"{len(fit)} weight servers for {backend} on {here}: {names}; engines cannot tell yet which is on their GPU: run one a host")
     return min(fit, key=lambda server: (server.staged != version, server.groups, server.server_id))
-
-
-def left(end: float) -> float:
-    return end - time.monotonic()

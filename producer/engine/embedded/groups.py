@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +22,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from protocol.errors import ConfigError, RollstreamError
+from protocol.errors import RollstreamError
 
-VARIABLE = "ROLLSTREAM_GROUP_TIMEOUT_S"
-_DEFAULT_S = 30.0
 _GRACE_S = 2.0
 """torch's own timeouts come somewhat late; past this much the thread is left to itself."""
 _RETRY_S = 0.05
@@ -40,22 +37,11 @@ class GroupFailed(RollstreamError):
     """A group did not form, or what should come through it did not; it is gone."""
 
 
-def group_timeout_s() -> float:
-    """Seconds a join or one collective may take. Raises: `ConfigError` for a variable that is no positive number."""
-    raw = os.environ.get(VARIABLE, "")
-    try:
-        seconds = float(raw) if raw else _DEFAULT_S
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"environment variable {VARIABLE}={raw!r:.40}: expected seconds above 0")
-    return seconds
-
-
 class Groups:
     """The groups by name. Used from one event loop."""
 
     def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: what a join or one bucket may take."""
         self._timeout_s = timeout_s
         self._joined: dict[str, dist.ProcessGroupGloo] = {}
         self._joining: set[str] = set()

@@ -17,7 +17,6 @@ from aiohttp import web
 from producer.engine.embedded.answer import answer
 from producer.engine.embedded.auth import guard
 from producer.engine.embedded.control_routes import ControlRoutes
-from producer.engine.embedded.groups import group_timeout_s
 from producer.engine.embedded.http import Routes, error, parsed, reply, with_errors
 from producer.engine.embedded.model import SlotModel
 from producer.engine.embedded.request import BadRequest, Limits, Request, parse
@@ -45,8 +44,9 @@ class _Call:
 class EmbeddedEngine:
     """Serves `model` while the context is open.
 
-    `api_key`, if any, must be borne by whoever asks for more than health and metrics. For benchmarks and tests: with `pace_s` a decode step begins every so
-    many seconds at most, and weights take `apply_delay_factor` times as long to load.
+    `api_key`, if any, must be borne by whoever asks for more than health and metrics. The peers of a process group, and a bucket that is to come through one,
+    are waited for `group_timeout_s`. For benchmarks and tests: with `pace_s` a decode step begins every so many seconds at most, and weights take
+    `apply_delay_factor` times as long to load.
 
     Raises: `ConfigError` on entering when the address is taken.
     """
@@ -61,6 +61,7 @@ class EmbeddedEngine:
         seed: int = 0,
         max_queued: int = 8192,
         api_key: str = "",
+        group_timeout_s: float = 30.0,
         pace_s: float = 0.0,
         apply_delay_factor: float = 1.0,
     ) -> None:
@@ -73,7 +74,7 @@ class EmbeddedEngine:
             pace_s=pace_s,
             apply_delay_factor=apply_delay_factor,
         )
-        self._updates = Updates(self._worker, model, version=weight_version, group_timeout_s=group_timeout_s(), apply_delay_factor=apply_delay_factor)
+        self._updates = Updates(self._worker, model, version=weight_version, group_timeout_s=group_timeout_s, apply_delay_factor=apply_delay_factor)
         self._model = model
         self._limits = Limits(context_length=model.max_length, vocabulary=model.geometry.vocabulary, tokenizer=model.tokenizer)
         self._host, self._port, self._max_queued, self._api_key = host, port, max_queued, api_key

@@ -124,8 +124,6 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine:decode", daemon=True)
 
-    # -- from the event loop -------------------------------------------------------------------------------------------------------------------
-
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread.start()
@@ -198,8 +196,6 @@ class Worker:
             if not reply.done():
                 reply.set_exception(EngineFault(f"the engine's decoding thread ended: {self.failure}"))
         self._on_failure()
-
-    # -- the thread ----------------------------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from producer.draft import Draft
 from producer.engine.client import ABORTED, EngineClient, Sampling
+from producer.engine.embedded.model import load
 from producer.engine.embedded.server import EmbeddedEngine
+from producer.template import PromptEncoder
 from protocol.messages import EngineState, EngineStatus, Manifest
 from protocol.versions import Version
 from weightsync.control import EngineControl
@@ -21,17 +24,23 @@ from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.store import DirectoryStore
 
+from .conftest import EOS, StartEngine, write_model
+
+UNKNOWN = 3
+"""The last of the special tokens."""
 PROMPT = [1, 4, 7, 9]
 SAMPLING = Sampling(max_new_tokens=300, temperature=0.0, ignore_eos=True)
 
 
-async def test_a_response_that_is_cut_again_and_again_is_token_for_token_the_one_that_is_not(engine: EmbeddedEngine, session: aiohttp.ClientSession):
-    client, draft = EngineClient(session), Draft()
+async def test_a_response_that_is_cut_again_and_again_is_token_for_token_the_one_that_is_not(
+    engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path
+):
+    client, draft = EngineClient(session), Draft(SAMPLING, PromptEncoder(str(model_a)).decode)
     uncut = await client.generate(engine.url, PROMPT, sampling=SAMPLING, rid="uncut", deadline_s=60)
     cuts = 0
     async with asyncio.timeout(60):
-        while not draft.ended(SAMPLING):
-            asking = asyncio.create_task(client.generate(engine.url, draft.prompt(PROMPT), sampling=draft.rest(SAMPLING), rid=f"cut-{cuts}", deadline_s=60))
+        while not draft.ended:
+            asking = asyncio.create_task(client.generate(engine.url, draft.prompt(PROMPT), sampling=draft.rest(), rid=f"cut-{cuts}", deadline_s=60))
             before = engine.counters.generated_tokens
             while not asking.done() and engine.counters.generated_tokens < before + 20:
                 await asyncio.sleep(0)
@@ -42,11 +51,37 @@ async def test_a_response_that_is_cut_again_and_again_is_token_for_token_the_one
             draft = draft.plus(piece)
     assert cuts == 3
     assert len(draft.pieces) >= 3
-    whole = draft.whole(SAMPLING, lambda ids: " ".join(map(str, ids)))
+    whole = draft.whole()
     assert whole.output_ids.tolist() == uncut.output_ids.tolist()
     np.testing.assert_allclose(whole.logprobs, uncut.logprobs, atol=2e-4)
     assert whole.spans == uncut.spans
-    assert whole.finish_reason == "length"
+    assert (whole.text, whole.finish_reason) == (uncut.text, "length")
+
+
+@pytest.mark.parametrize("by", ["eos", "stop_token_ids", "stop"])
+async def test_a_response_that_is_cut_right_after_its_end_is_the_one_that_is_not_cut(
+    start_engine: StartEngine, session: aiohttp.ClientSession, tmp_path: Path, by: str
+):
+    """This engine looks for an end before it lets go; one that does not answers what this one writes when it may not look."""
+    client = EngineClient(session)
+    async with start_engine(path=write_model(tmp_path / "before", seed=1)) as engine:
+        ids = (await client.generate(engine.url, PROMPT, sampling=SAMPLING, rid="all", deadline_s=60)).output_ids.tolist()
+    last = max(place for place, token in enumerate(ids) if token not in ids[:place] and token > UNKNOWN and EOS not in ids[:place])
+    assert last, "what ends it should come after another token"
+    path = write_model(tmp_path / "model", seed=1, eos_token_id=[EOS, ids[last]] if by == "eos" else EOS)
+    decode = PromptEncoder(str(path)).decode
+    ways: dict[str, Any] = {"stop_token_ids": {"stop_token_ids": (ids[last],)}, "stop": {"stop": (decode(ids[last : last + 1]),)}}
+    sampling = Sampling(max_new_tokens=300, temperature=0.0, **ways.get(by, {}))
+    async with start_engine(path=path) as engine:
+        assert decode.eos_ids == load(str(path), slots=1).eos_ids
+        uncut = await client.generate(engine.url, PROMPT, sampling=sampling, rid="uncut", deadline_s=60)
+        blind = dataclasses.replace(SAMPLING, max_new_tokens=last + 1)
+        cut = dataclasses.replace(await client.generate(engine.url, PROMPT, sampling=blind, rid="cut", deadline_s=60), finish_reason=ABORTED)
+    draft = Draft(sampling, decode).plus(cut)
+    assert draft.ended
+    whole = draft.whole()
+    assert whole.output_ids.tolist() == uncut.output_ids.tolist() == ids[: last + 1]
+    assert (whole.text, whole.finish_reason, whole.matched) == (uncut.text, "stop", uncut.matched)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -3,7 +3,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,12 @@ from buffer.config import BufferConfig
 from buffer.redis_ledger import RedisLedger
 from producer.engine import host, key
 from producer.engine.client import EngineClient, Sampling
-from producer.engine.embedded.worker import EngineFault
+from producer.engine.embedded import weights
+from producer.engine.embedded.worker import EngineFault, Worker
 from producer.engine.host import EngineHostConfig, run_host
 from protocol.config import validate
 from protocol.connection import Client
-from protocol.errors import ConfigError, EngineUnavailable, SampleFailed
+from protocol.errors import ApplyFailed, ConfigError, SampleFailed
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
 from protocol.messages import EngineState, EngineStatus, ProducerStatus
@@ -353,19 +357,60 @@ async def test_an_engine_that_takes_updates_and_writes_nothing_ends_its_host_wha
     """Rule W6: an update that was answered proves nothing; a second one without a token after it, and the process goes."""
     ended: list[float] = []
     monkeypatch.setattr(host, "_end_by_force", ended.append)
-
-    async def silent(self: EngineControl, *, deadline_s: float) -> tuple[str, ...]:
-        raise EngineUnavailable("no token came")
-
-    monkeypatch.setattr(EngineControl, "probe", silent)
+    monkeypatch.setattr(Worker, "_work", lambda _: time.sleep(0.05))
     await run.create()
-    task = asyncio.create_task(run_host(run.config(), 0, asyncio.Event()), name="host")
+    task = asyncio.create_task(run_host(run.config(weights={"apply_deadline_s": 1.0}), 0, asyncio.Event()), name="host")
     await run.publish(model_b)
     with pytest.RaisesGroup(EngineFault, flatten_subgroups=True, allow_unwrapped=True):
         async with asyncio.timeout(_WAIT_S):
             await task
     assert ended == [host._END_S], "and by force, if it does not end by itself"
     assert await run.registry.engines() == []
+
+
+async def test_an_engine_that_hangs_in_an_update_ends_its_host(run: Run, model_b: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rule W6: the thread that decodes is stuck in the update itself, so that no call after it is answered."""
+    ended: list[float] = []
+    stuck, free = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(host, "_end_by_force", ended.append)
+    apply = weights.apply
+
+    def hang(*how: Any) -> None:
+        stuck.release()
+        free.wait()
+        apply(*how)
+
+    monkeypatch.setattr(weights, "apply", hang)
+    await run.create()
+    task = asyncio.create_task(run_host(run.config(weights={"apply_deadline_s": 1.0}), 0, asyncio.Event()), name="host")
+    await run.publish(model_b)
+    try:
+        while not ended:
+            await asyncio.wait({task}, timeout=0.05)
+            assert not task.done() or ended
+    finally:
+        free.set()
+    assert stuck.acquire(blocking=False)
+    with pytest.RaisesGroup(EngineFault, flatten_subgroups=True, allow_unwrapped=True):
+        async with asyncio.timeout(_WAIT_S):
+            await task
+
+
+async def test_the_engine_waits_for_a_group_as_long_as_the_run_says(run: Run, session: aiohttp.ClientSession):
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        async with run.hosted(asyncio.Event(), weights={"group_deadline_s": 0.25}):
+            (engine,) = await run.until(lambda engines: len(engines) == 1)
+            with pytest.raises(ApplyFailed, match=r"formed group g within 0\.25 s"):
+                await EngineControl(session, engine.url).init_group(
+                    master_address="127.0.0.1",
+                    master_port=nobody.getsockname()[1],
+                    rank_offset=1,
+                    world_size=2,
+                    group_name="g",
+                    backend="gloo",
+                    deadline_s=_WAIT_S,
+                )
 
 
 def test_the_noise_of_a_boot_follows_from_seed_index_and_nonce():

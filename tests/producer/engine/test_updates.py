@@ -19,10 +19,9 @@ import torch.distributed as dist
 import xxhash
 from transformers import AutoModelForCausalLM
 
-from producer.engine.embedded.groups import VARIABLE, group_timeout_s
 from producer.engine.embedded.server import EmbeddedEngine
 from producer.engine.embedded.session import announced
-from protocol.errors import ConfigError, ManifestError
+from protocol.errors import ManifestError
 
 from .conftest import StartEngine, written_logprobs
 from .group_sender import Sender, flattened, ordered
@@ -46,9 +45,10 @@ def no_default_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "3")
+@pytest_asyncio.fixture
+async def engine(start_engine: StartEngine) -> AsyncIterator[EmbeddedEngine]:
+    async with start_engine(group_timeout_s=3.0) as running:
+        yield running
 
 
 def where(name: str, port: int, **changed: Any) -> dict[str, Any]:
@@ -249,10 +249,9 @@ async def test_other_bytes_than_announced_change_nothing(
 
 
 async def test_a_sender_that_leaves_while_it_is_waited_for_is_noticed_at_once(
-    start_engine: StartEngine, session: aiohttp.ClientSession, connect: Connect, model_a: Path, model_b: Path, monkeypatch: pytest.MonkeyPatch
+    start_engine: StartEngine, session: aiohttp.ClientSession, connect: Connect, model_a: Path, model_b: Path
 ):
-    monkeypatch.setenv(VARIABLE, "60")
-    async with start_engine() as engine:
+    async with start_engine(group_timeout_s=60.0) as engine:
         sender, tensors = await connect(engine), ordered(model_b)
         await post(session, engine, "/begin_weight_update")
         waiting = asyncio.create_task(post(session, engine, "/update_weights_from_distributed", bucket(tensors, sender.name, "1:1")))
@@ -433,10 +432,3 @@ async def test_checksums_are_of_the_bytes_and_one_stands_for_all(engine: Embedde
     assert answer["per_engine_checksum"] == hashlib.sha256(whole.encode()).hexdigest()
     assert (await get(session, engine, "/weights_checker"))[1] == answer
     assert (await post(session, engine, "/weights_checker", {"action": "reset_tensors"}))[0] == 400
-
-
-@pytest.mark.parametrize("wrong", ["soon", "0", "-1", "inf", "nan"])
-def test_a_timeout_that_is_no_time_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch, wrong: str):
-    monkeypatch.setenv(VARIABLE, wrong)
-    with pytest.raises(ConfigError, match=VARIABLE):
-        group_timeout_s()
