@@ -5,6 +5,7 @@ The rules are the daemons' own: each checks its part again when it starts; here 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import orjson
 
 from deploy.config import UpConfig
+from protocol.config import RunConfig
 from protocol.errors import ConfigError
 from protocol.keys import Keys
 from protocol.objects import object_store
-from weightsync.config import WeightsConfig, relay_folder
+from weightsync.config import WeightsConfig, is_url, relay_folder
 
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 _COUNT_S = 120.0
@@ -55,13 +57,29 @@ def check_stores(config: UpConfig) -> None:
     relay_folder(config.weights, config.run)
 
 
+def check_carrier(weights: WeightsConfig, run: RunConfig) -> None:
+    """Whether this machine has what its relay or weight server needs, for `up`, which starts one here; a file alone may be for another machine.
+
+    Raises: `ConfigError`: no GPU, or a folder of copies that cannot be written to.
+    """
+    if weights.transport in _FROM_GPU:
+        check_gpu(weights)
+    if weights.transport == "delta" or is_url(weights.store):
+        folder = relay_folder(weights, run)
+        try:
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            good = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+        except OSError:
+            good = False
+        if not good:
+            raise ConfigError(f"weights.relay: nothing can be written to {folder}; choose another folder, or make it writable")
+
+
 def check_gpu(weights: WeightsConfig) -> None:
     """Whether torch sees a GPU here, which a weight server of this transport sends from. It is asked in a process of its own, as `up` needs no torch.
 
     Raises: `ConfigError` if it sees none, or cannot be asked.
     """
-    if weights.transport not in _FROM_GPU:
-        return
     wanted = f'weights.transport = "{weights.transport}" needs a GPU here, for the weight server'
     instead = 'use "store", "delta" or "gloo", or a machine with one'
     try:

@@ -67,7 +67,8 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench",
         help="measure, from a checkout",
-        description="A benchmark of the checkout this is run in, with the Python this runs on; `make bench-buffer` and `make bench-weights` install what each needs.",
+        description="A benchmark of the checkout this is run in, with the Python this runs on; `make bench-buffer` and `make bench-weights` install what each "
+        "needs.",
     )
     bench.add_argument("what", choices=_BENCHES, help="which")
     bench.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its own options; try --help")

@@ -48,7 +48,7 @@ class WeightsConfig(Section):
     @classmethod
     def _check_relay(cls, relay: str) -> str:
         if is_url(relay):
-            raise ValueError("engines load from there, so it must be a folder of this machine: give a path")
+            raise ValueError("is a URL, and engines load from there: give a folder of this machine")
         return relay
 
     @model_validator(mode="after")

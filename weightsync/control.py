@@ -229,8 +229,10 @@ class EngineControl:
             except aiohttp.ServerDisconnectedError as problem:  # a kept connection that the server closed while idle
                 if last:
                     raise EngineUnavailable(f"{self.url}{path}: the engine closed the connection ({problem})") from problem
-            except (aiohttp.ClientError, OSError, TimeoutError) as problem:
-                raise EngineUnavailable(f"{self.url}{path}: no answer within {deadline_s:.1f} s ({str(problem) or type(problem).__name__})") from problem
+            except TimeoutError as problem:
+                raise EngineUnavailable(f"{self.url}{path}: no answer within {deadline_s:.1f} s") from problem
+            except (aiohttp.ClientError, OSError) as problem:
+                raise EngineUnavailable(f"{self.url}{path}: cannot be reached ({str(problem) or type(problem).__name__})") from problem
         raise AssertionError
 
 

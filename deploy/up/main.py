@@ -31,7 +31,7 @@ from redis.exceptions import RedisError
 from buffer.contract import RunState
 from buffer.redis_ledger import RedisLedger
 from consumer.config import stop_seconds
-from deploy.checks import check_all, check_gpu
+from deploy.checks import check_all, check_carrier
 from deploy.config import UpConfig, bind, check_ports
 from deploy.redis_server import ServerCommand, server_command, wait_ready
 from deploy.snapshot import PictureSource, picture_source
@@ -87,7 +87,7 @@ async def up(options: UpOptions) -> Path:
     """Run to the end of the run; its folder. Installs signal handlers. Raises: `RollstreamError` with the exit code to use."""
     config = load(UpConfig, options.config, sets=options.sets)
     check_all(config)
-    await asyncio.to_thread(check_gpu, config.weights)
+    await asyncio.to_thread(check_carrier, config.weights, config.run)
     listener = bind(config.http)
     try:
         await _check_place(config, options)
@@ -261,8 +261,8 @@ class _Up:
             await client.aclose()
 
     async def _clear_memory(self) -> None:
-        """Remove the run's versions, and copies of them, from this machine's shared memory, where nobody else keeps anything. A store on disk or behind a URL is
-        the publisher's to sweep, a chosen folder of copies the relay's: others may read it.
+        """Remove the run's versions, and copies of them, from this machine's shared memory, where nobody else keeps anything. A store on disk or behind a URL
+        is the publisher's to sweep, and a chosen folder of copies the relay's: others may read them.
         """
         weights, run = self._config.weights, self._config.run
         folders = [*([] if weights.store else [store_folder(weights, run)]), *([] if weights.relay else [relay_folder(weights, run)])]

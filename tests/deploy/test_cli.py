@@ -73,6 +73,8 @@ def test_every_command_of_the_design_has_help(capsys: pytest.CaptureFixture[str]
         (["up", "-c", "x.toml", "--new", "--resume"], "not allowed with"),
         (["status"], "-c/--config"),
         (["engine", "-c", "x.toml", "--index", "-1"], "expected 0 or more"),
+        (["weight-server", "-c", "x.toml", "--port", "99999"], "99999: expected 0 to 65535"),
+        (["weight-server", "-c", "x.toml", "--port", "-1"], "-1: expected 0 to 65535"),
     ],
 )
 def test_a_bad_command_line_exits_2_and_says_why(capsys: pytest.CaptureFixture[str], words: list[str], told: str):

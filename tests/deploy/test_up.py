@@ -18,7 +18,7 @@ from buffer.redis_ledger import RedisLedger
 from consumer.config import stop_seconds
 from deploy import checks
 from deploy import redis_server as redis_server_module
-from deploy.checks import check_gpu, check_weights
+from deploy.checks import check_carrier, check_weights
 from deploy.cli import main
 from deploy.config import UpConfig, listen
 from deploy.demo import tokenizer
@@ -30,7 +30,7 @@ from deploy.up.plan import plan
 from deploy.up.process import ChildProcess, identity_of
 from deploy.up.records import Record, read_records, write_records
 from deploy.up.supervisor import Child, Policy, Role
-from protocol.config import load
+from protocol.config import RunConfig, load
 from protocol.connection import Client, connect
 from protocol.daemon import SUPERVISED
 from protocol.errors import ConfigError, IdentityMismatch, RedisUnavailable, RedisUnreachable, RunExists, RunMissing, UnsafeRedis
@@ -99,7 +99,7 @@ BAD = [
     ("a store in one process", {"weights": 'store = "simplecache::memory://x"'}, ["weights.store simplecache::memory://x", "memory of one process"]),
     ("a spill that nobody knows", {"buffer": 'spill = "foo://x"'}, ["buffer.spill foo://x", "foo"]),
     ("blobs in one process", {"buffer": 'blobs = "memory://x"'}, ["buffer.blobs memory://x", "memory of one process"]),
-    ("copies behind a URL", {"weights": 'relay = "s3://bucket/x"'}, ["weights.relay", "s3://bucket/x", "a folder of this machine"]),
+    ("copies behind a URL", {"weights": 'relay = "s3://bucket/x"'}, ["run.toml:", "weights.relay", "is a URL", "a folder of this machine"]),
     ("bad run name", {"run": 'name = "a/b"'}, ["run.name", "a/b"]),
 ]
 
@@ -323,14 +323,25 @@ def test_a_transport_from_a_gpu_is_refused_where_there_is_none_but_not_by_the_ch
 
 
 def test_torch_itself_is_asked_for_gpus_in_another_process_and_only_where_one_is_needed(monkeypatch: pytest.MonkeyPatch):
+    run = RunConfig(name="t")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="torch sees none"):
-        check_gpu(WeightsConfig(transport="nccl"))
+        check_carrier(WeightsConfig(transport="nccl"), run)
     monkeypatch.setattr(checks, "_COUNT_GPUS", "print(1)")
-    check_gpu(WeightsConfig(transport="ipc"))
+    check_carrier(WeightsConfig(transport="ipc"), run)
     monkeypatch.setattr(checks, "_COUNT_GPUS", "raise SystemExit(1)")
     for transport in ("store", "delta", "gloo"):
-        check_gpu(WeightsConfig(transport=transport))
+        check_carrier(WeightsConfig(transport=transport), run)
+
+
+@pytest.mark.parametrize("weights", ['transport = "delta"', 'store = "simplecache::file:///nowhere"'], ids=["delta", "url"])
+def test_a_folder_of_copies_that_cannot_be_written_to_is_refused_before_the_run_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str):
+    (tmp_path / "file").touch()
+    path = write_config(tmp_path, weights=f'{weights}\nrelay = "{tmp_path}/file"')
+    before = contents(tmp_path)
+    assert main(["up", "--new", "-c", str(path)]) == 2
+    assert f"weights.relay: nothing can be written to {tmp_path}/file/t-relay" in capsys.readouterr().err
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.redis

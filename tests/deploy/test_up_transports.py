@@ -39,6 +39,7 @@ def write_run(folder: Path, weights: dict[str, Any], buffer: dict[str, Any]) -> 
         "http": {"port": 0},
     }
     path = folder / "run.toml"
+    tables["weights"]["store"] = tables["weights"]["store"].format(folder=folder)
     path.write_text("".join(f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()) for name, table in tables.items()))
     return path
 
@@ -57,8 +58,9 @@ def up(path: Path) -> None:
     [
         ({"transport": "gloo"}, {"pipeline_depth": 0.0}, 0),
         ({"transport": "delta", "dtype": "bfloat16", "full_every": 4}, {"pipeline_depth": 1.0}, 4),
+        ({"transport": "store", "store": "simplecache::file://{folder}/away"}, {"pipeline_depth": 0.0}, 0),
     ],
-    ids=["gloo, on-policy", "delta in bfloat16"],
+    ids=["gloo, on-policy", "delta in bfloat16", "behind a URL"],
 )
 def test_every_version_reaches_both_engines_by_the_transport_of_the_run(tmp_path: Path, weights: dict[str, Any], buffer: dict[str, Any], most: int):
     path = write_run(tmp_path, weights, buffer)
@@ -76,7 +78,10 @@ def test_every_version_reaches_both_engines_by_the_transport_of_the_run(tmp_path
             applied[str(event.fields["engine_id"])].append(str(event.fields["version"]))
     assert set(applied) == {"t-engine-0", "t-engine-1"}
     assert all(versions[-1] == published[-1] for versions in applied.values()), applied
-    assert set().union(*applied.values()) == set(published), "an engine may pass over one that is not the newest any more (rule W2), not both"
+    brought = set().union(*applied.values())
+    assert brought <= set(published)
+    if most == 0:
+        assert brought == set(published), "an engine may pass over one that is not the newest any more (rule W2); on-policy steps wait for theirs"
     kinds = [event.fields["kind"] for event in events if event.op == "published"]
     assert kinds[0] == "full"
     assert ("delta" in kinds) == (weights["transport"] == "delta")

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -150,29 +151,29 @@ async def test_who_has_answered_is_told_while_another_is_waited_for_and_stays_to
     redis: Client, redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = write_run(tmp_path, redis_url, keys, write_model(tmp_path / "model", seed=1))
-    silent = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
-    async with silent, served(path, redis, keys) as engine:
-        port = silent.sockets[0].getsockname()[1]
-        last = dataclasses.replace(engine, engine_id=EngineId("z-silent"), boot_nonce="z", url=f"http://127.0.0.1:{port}")
-        gone = dataclasses.replace(engine, engine_id=EngineId("a-gone"), boot_nonce="a", url="http://127.0.0.1:1")
-        for one in (last, gone):
-            await Registry(redis, keys).beat(one)
-        capsys.readouterr()
-        asked = asyncio.create_task(weights_check.check_run(load(weights_check.WeightsCheckConfig, str(path)), redis_url))
-        said = ""
-        async with asyncio.timeout(_WAIT_S):
-            while "asking http://127.0.0.1:%d" % port not in said:
-                assert not asked.done()
-                await asyncio.sleep(0.01)
-                said += capsys.readouterr().err
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        lines = [line for line in said.splitlines() if line.startswith(("a-gone", engine.engine_id, "z-silent"))]
-        assert [line.split(" after ")[0].split(": asking")[0] for line in lines] == [
-            "a-gone (1 of 3)",
-            "a-gone: none",
-            f"{engine.engine_id} (2 of 3)",
-            f"{engine.engine_id}: checksums",
-            "z-silent (3 of 3)",
-        ]
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody reads from them
+        async with served(path, redis, keys) as engine:
+            port = silent.getsockname()[1]
+            last = dataclasses.replace(engine, engine_id=EngineId("z-silent"), boot_nonce="z", url=f"http://127.0.0.1:{port}")
+            gone = dataclasses.replace(engine, engine_id=EngineId("a-gone"), boot_nonce="a", url="http://127.0.0.1:1")
+            for one in (last, gone):
+                await Registry(redis, keys).beat(one)
+            capsys.readouterr()
+            asked = asyncio.create_task(weights_check.check_run(load(weights_check.WeightsCheckConfig, str(path)), redis_url))
+            said = ""
+            async with asyncio.timeout(_WAIT_S):
+                while f"asking http://127.0.0.1:{port}" not in said:
+                    assert not asked.done()
+                    await asyncio.sleep(0.01)
+                    said += capsys.readouterr().err
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            lines = [line for line in said.splitlines() if line.startswith(("a-gone", engine.engine_id, "z-silent"))]
+            assert [line.split(" after ")[0].split(": asking")[0] for line in lines] == [
+                "a-gone (1 of 3)",
+                "a-gone: none",
+                f"{engine.engine_id} (2 of 3)",
+                f"{engine.engine_id}: checksums",
+                "z-silent (3 of 3)",
+            ]

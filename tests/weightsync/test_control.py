@@ -50,7 +50,7 @@ async def test_a_paused_engine_answers_no_probe_in_time(rig: Any):
 async def test_an_engine_that_is_gone_is_unavailable(rig: Any):
     async with rig.server("b1") as server:
         control = EngineControl(rig.session, server.url)
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(EngineUnavailable, match="cannot be reached"):
         await control.resume(deadline_s=1)
     with pytest.raises(EngineUnavailable, match="no time left"):
         await control.resume(deadline_s=0)
