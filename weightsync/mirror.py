@@ -6,7 +6,8 @@
          │held by another: look again                  └─ none, or not what it should be: the full version of the chain, from the store
 
 A copy loads like any Hugging Face model folder, and lies in the folder as in a `DirectoryStore`. The lock is the kernel's, so a holder that is killed frees it;
-what it left under a temporary name goes when the next holder begins.
+what it left under a temporary name goes when the next holder begins. One that is stopped and keeps the lock is waited for `PATIENCE_S`, then the copy is made
+beside it.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ class Mirror:
                 return None
             if (path := self._find(manifest)) is not None:
                 return path, False
-            for left in () if not mine else self.folder.glob(".tmp-*"):  # only a holder of the lock makes these
+            # What others left. One who works without the lock may lose its own to this, and begins again: an `OSError` of its attempt.
+            for left in () if not mine else self.folder.glob(".tmp-*"):
                 shutil.rmtree(left, ignore_errors=True)
             self._local.delete(manifest.version)
             return (self._fetch(manifest, stopped) if manifest.kind == "full" else self._derive(manifest, stopped)), True

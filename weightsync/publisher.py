@@ -33,6 +33,8 @@ _RETRY_S = (0.5, 1.0, 2.0, 5.0)
 _LAST_WRITE_S = 60.0
 _POINTER_S = 2.0
 """While there is nothing to write: how often the pointer is looked at."""
+_FILES_S = 30.0
+"""And how often the files of the newest version: behind a URL every look is a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,8 @@ class Publisher:
         self._running = False
         self._closing = False
         self._swept = False
+        self._files_at = 0.0
+        """When the files of the newest version are looked at next."""
         self._changed = asyncio.Condition()
         self._work = asyncio.Event()
         self._error: Exception | None = None
@@ -168,6 +172,7 @@ class Publisher:
             self._work.clear()
             try:
                 if idle:
+                    await self._look_after_files()
                     await self._look_after_pointer()
                 if self._pending is not None and not self._swept:
                     await self._sweep(self._pending.incarnation)
@@ -277,19 +282,24 @@ class Publisher:
         if before is not None:
             before.held.release()
 
-    async def _look_after_pointer(self) -> None:
-        """Redis may lose an acknowledged publish, and nobody else would notice: an engine never goes back, and on-policy producers wait for ever. Files that
-        somebody removed cannot be made again here; it is told, and the next version mends it.
-        """
-        published = self.published
+    async def _look_after_files(self) -> None:
+        """Files that somebody removed cannot be made again here; it is told, and the next version mends it."""
+        published, now = self.published, time.monotonic()
+        if published is None or now < self._files_at:
+            return
+        self._files_at = now + _FILES_S
         try:
-            if published is not None and published.version not in await asyncio.to_thread(self._store.versions):
-                gone = f"version {published.version} is gone from {self._store.location}, and not by us: engines that start now wait for the next version"
-                if gone != self.trouble:
-                    _LOG.warning("%s", gone)
-                self.trouble = gone
+            there = await asyncio.to_thread(self._store.versions)
         except OSError as problem:
             _LOG.warning("%s cannot be looked at: %s", self._store.location, problem)
+            return
+        if published.version not in there:
+            self.trouble = f"version {published.version} is gone from {self._store.location}, and not by us: engines that start now wait for the next version"
+            _LOG.warning("%s", self.trouble)
+
+    async def _look_after_pointer(self) -> None:
+        """Redis may lose an acknowledged publish, and nobody else would notice: an engine never goes back, and on-policy producers wait for ever."""
+        published = self.published
         try:
             if published is None or ((newest := await self._channel.newest_version()) is not None and newest >= published.version):
                 return

@@ -209,6 +209,7 @@ async def test_files_that_somebody_removed_are_told_of(
 ):
     await rig.attach(1, 9)
     monkeypatch.setattr(publisher_module, "_POINTER_S", 0.01)
+    monkeypatch.setattr(publisher_module, "_FILES_S", 0.01)
     async with Publisher(rig.channel, store, config=WeightsConfig()) as publisher:
         publisher.submit(snapshot(Version(1, 1)), 1)
         await publisher.drain(20)

@@ -5,8 +5,8 @@
 Invariant: `prepare` never touches what the engine serves; `apply` of what was prepared reads nothing that is not checked. The version string reaches the
 engine with the last byte only.
 
-One exception to an engine that serves while it prepares: where it enters a process group, it stands still from the call until the group has met (76 ms on one
-H200; at most `weights.group_deadline_s`). That is once for each group, and one engine of a weight server at a time (rule W6).
+One exception to an engine that serves while it prepares: where it enters a process group, it stands still from the call until the group has met, at most
+`weights.group_deadline_s`. That is once for each group, and one engine of a weight server at a time (rule W6).
 """
 
 from __future__ import annotations
