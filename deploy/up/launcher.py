@@ -245,8 +245,7 @@ class Launcher:
             return []  # it was called off in the meantime
         if code is not None:
             return self._exited(child, code, message, now)
-        self._core.hold(child, now)
-        return []
+        return self._core.hold(child, now)
 
     def _exited(self, child: Child, code: int, message: str, now: float) -> list[Command]:
         commands = self._core.exited(child, code, now, message=message)

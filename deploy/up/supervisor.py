@@ -236,11 +236,15 @@ class Supervisor:
         life.at = now + (self._policy.idle_s if code == EXIT_DRAINED else self._backoff(life.failures))
         return []
 
-    def hold(self, child: Child, now: float) -> None:
-        """`child` was to be started, but has nothing to do while the run drains: ask again later."""
+    def hold(self, child: Child, now: float) -> list[Command]:
+        """`child` was to be started, but has nothing to do while the run drains: ask again later, unless its role's turn to leave has come meanwhile."""
         life = self._lives[child]
         life.restarts -= life.code is not None
+        if self._why is not None and not self._restarts_while_ending(child.role):
+            life.phase, life.at = Phase.DONE, None
+            return self._advance(now)
         life.phase, life.since, life.at = Phase.WAITING, now, now + self._policy.idle_s
+        return []
 
     def stop(self, now: float) -> list[Command]:
         """The operator asks for the end, or for a drained run's end not to wait any longer; asked again: end everything at once."""

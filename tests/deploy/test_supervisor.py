@@ -240,10 +240,18 @@ def test_a_child_that_is_held_is_asked_for_again_and_counts_no_restart():
     core.exited(PRODUCERS[0], 0, 1.0)
     for at in (2.0, 3.0, 4.0):
         assert names(core.tick(at)) == ["start producer-0"]
-        core.hold(PRODUCERS[0], at)
+        assert core.hold(PRODUCERS[0], at) == []
     assert core.lives[PRODUCERS[0]].restarts == 0
     core.exited(TRAINER, 0, 4.5)
     assert core.deadline() == 4.5 + POLICY.alone_s[Role.PRODUCER], "the other producer's"
+
+
+def test_a_child_that_is_held_after_the_end_began_is_done_and_the_end_goes_on():
+    core = make([REDIS, TRAINER, PRODUCERS[0]])
+    core.exited(PRODUCERS[0], 0, 1.0)
+    assert names(core.tick(2.0)) == ["start producer-0"]
+    assert core.exited(TRAINER, 0, 2.1) == [], "the producer may have been started"
+    assert core.hold(PRODUCERS[0], 2.2) == [Settle()]
 
 
 def test_a_failed_summary_is_a_fault_and_redis_still_ends():
@@ -275,7 +283,7 @@ def play_out(core: Supervisor, now: float) -> Finish:
     raise AssertionError("no Finish")
 
 
-KINDS = st.sampled_from(["exit", "exit", "exit", "tick", "stop", "settled"])
+KINDS = st.sampled_from(["exit", "exit", "exit", "hold", "tick", "stop", "settled"])
 EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 5), st.sampled_from([0, 1, 2, 3, 75, -9])), max_size=60)
 
 
@@ -286,6 +294,8 @@ class World:
         self.core = Supervisor(EVERYONE, POLICY, Random(1))
         self.now = 0.0
         self.alive: set[Child] = set()
+        self.late: set[Child] = set()
+        """Producers and engines that were started while the run ended."""
         self.settling = False
         self.finishes = 0
         self.carry_out(self.core.begin(self.now))
@@ -297,6 +307,8 @@ class World:
                 case Start(child):
                     assert child not in self.alive
                     self.alive.add(child)
+                    if self.core.ending and child.role in (Role.PRODUCER, Role.ENGINE):
+                        self.late.add(child)
                 case Terminate(child) | Kill(child):
                     assert child in self.alive
                 case Settle():
@@ -311,6 +323,9 @@ class World:
         if kind == "exit" and child in self.alive:
             self.alive.discard(child)
             self.carry_out(self.core.exited(child, code, self.now))
+        elif kind == "hold" and child in self.alive and child.role in (Role.PRODUCER, Role.ENGINE) and self.core.lives[child].phase is Phase.RUNNING:
+            self.alive.discard(child)
+            self.carry_out(self.core.hold(child, self.now))
         elif kind == "tick" and (due := self.core.deadline()) is not None:
             self.now = max(self.now, due)
             self.carry_out(self.core.tick(self.now))
@@ -321,12 +336,15 @@ class World:
             self.carry_out(self.core.settled(self.now))
 
     def end(self) -> None:
-        """Whoever is asked leaves."""
+        """Whoever is asked leaves, and whoever is to come again has nothing to do."""
+        held = [child for child, life in self.core.lives.items() if life.phase is Phase.RUNNING and child in self.late & self.alive]
         stopping = [child for child, life in self.core.lives.items() if life.phase is Phase.STOPPING]
         if not self.core.ending:
             self.happen("stop", REDIS, 0)
         elif self.settling:
             self.happen("settled", REDIS, 0)
+        elif held:
+            self.happen("hold", held[0], 0)
         elif stopping:
             self.happen("exit", stopping[0], 0)
         else:
