@@ -226,7 +226,7 @@ class EngineStatus:
     boot_nonce: str
     url: str
     kind: str
-    """embedded | sglang"""
+    """embedded | sglang | external"""
     state: EngineState
     version: Version | None = None
     """Newest version acked since this boot."""
@@ -251,6 +251,12 @@ class EngineStatus:
     """What brought the version it serves; empty before the first."""
     span_lag: int = 0
     """Tokens after an in-place update that its spans give to the new version although the old one sampled them."""
+    trouble: str = ""
+    """Why it does not serve the newest version yet, although it is fit; empty while all is well."""
+    kv_usage: float = 0.0
+    """Share of its KV cache that is in use, 0 to 1; 0 also where it does not tell."""
+    fleet: str = "rollout"
+    """rollout | eval: whose requests it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +308,8 @@ class ProducerStatus:
     generated_tokens: int = 0
     loop_lag_ms: float = 0.0
     """Worst event-loop lag since the last heartbeat."""
+    inflight_limit: int = 0
+    """Groups that the load of the engines allows it to have under way now; 0: not limited by it."""
     host: str = ""
     pid: int = 0
 

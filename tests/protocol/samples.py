@@ -47,7 +47,8 @@ SINCE: dict[str, dict[str, frozenset[str]]] = {
     },
     "1.2": {
         "manifest": frozenset({"parent_version", "elements", "changed_elements"}),
-        "engine_status": frozenset({"transport", "span_lag"}),
+        "engine_status": frozenset({"transport", "span_lag", "trouble", "kv_usage", "fleet"}),
+        "producer_status": frozenset({"inflight_limit"}),
         "weight_server_status": frozenset(),
         "relay_status": frozenset(),
     },
@@ -108,6 +109,9 @@ ENGINE = EngineStatus(
     pid=4242,
     transport="delta",
     span_lag=1,
+    trouble="prepare 2:8: no space left on device",
+    kv_usage=0.75,
+    fleet="eval",
 )
 WEIGHT_SERVER = WeightServerStatus(
     server_id="node-1:4245",
@@ -140,6 +144,7 @@ PRODUCER = ProducerStatus(
     samples_retried=2,
     generated_tokens=4096,
     loop_lag_ms=1.5,
+    inflight_limit=6,
     host="node-1",
     pid=4243,
 )
