@@ -66,16 +66,16 @@ class Mender:
         """`since`: `mended` before the step's groups were taken. What the ledger was told later did not know that they are trained, and is told again."""
         if (told := await self.told()) != since:
             await self.mend(LedgerRegressed(f"step {step} was taken before the ledger was mended"), since=told)
-        reply = await self._through(lambda: self._ledger.trained(incarnation, step, digest, stats))
+        reply = await self.through(lambda: self._ledger.trained(incarnation, step, digest, stats))
         self._lineage = reply.lineage
         return reply
 
     async def checkpoint(self, incarnation: int, checkpoint: CheckpointRef, *, keep: int) -> tuple[CheckpointRef, ...]:
-        self._kept = await self._through(lambda: self._ledger.checkpoint(incarnation, checkpoint, keep=keep))
+        self._kept = await self.through(lambda: self._ledger.checkpoint(incarnation, checkpoint, keep=keep))
         return self._kept
 
     async def drain(self, incarnation: int, reason: str) -> None:
-        await self._through(lambda: self._ledger.drain(incarnation, reason))
+        await self.through(lambda: self._ledger.drain(incarnation, reason))
 
     async def mend(self, seen: LedgerRegressed, *, since: int) -> None:
         """Re-assert, unless somebody did `since` (see `mended`)."""
@@ -104,7 +104,8 @@ class Mender:
         journal = {step: chunks for step, chunks in read_journal(self.journal.dump()).items() if step <= self._newest}
         return history_of(lines, self._lineage, journal, self._newest, checkpoints=self._kept, incarnations=self.incarnations)
 
-    async def _through(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def through(self, call: Callable[[], Awaitable[T]]) -> T:
+        """`call`, and again once the ledger was told what it forgot."""
         for _ in range(_TRIES):
             since = self._mended
             try:

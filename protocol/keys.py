@@ -82,6 +82,16 @@ class Keys:
         """Hash: which engines may be paused now, and who waits for it."""
         return self.key("weights:pauses")
 
+    @property
+    def turn(self) -> str:
+        """Hash: whose turn it is on shared devices, and how many turns there were."""
+        return self.key("turn")
+
+    @property
+    def holders(self) -> str:
+        """Hash: "role:id" → "boot|expires_ms": whose memory lies on shared devices."""
+        return self.key("turn:holders")
+
     # presence of producers and trainers
     def presence(self, role: str) -> str:
         """Hash: member id → encoded status; its expiry lies in `presence_deadline`."""
