@@ -73,6 +73,17 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class SharesDevice(Protocol):
+    """What a backend may have besides: it takes turns with engines on its device (`placement.layout` colocated). It is made off the device."""
+
+    def offload(self) -> None:
+        """Nothing of it lies on the device any more. Only between steps; everything but computing goes on working. Harmless when it is off already."""
+
+    def onload(self) -> None:
+        """Weights and optimizer are on the device. Harmless when they are."""
+
+
+@runtime_checkable
 class KnowsDigest(Protocol):
     """What a backend may have besides: for steps whose weights are not published, nothing is copied."""
 

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from buffer.config import BufferConfig
-from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
+from protocol.config import DataConfig, ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
 from protocol.groups import payload_bound
 from weightsync.config import WeightsConfig
@@ -90,6 +90,7 @@ class TrainerDaemonConfig(Tree):
     trainer: TrainerConfig = TrainerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     def check(self) -> None:
         """What no section can see alone; touches no socket and writes nothing.
@@ -97,6 +98,7 @@ class TrainerDaemonConfig(Tree):
         Raises: `ConfigError` naming the keys and what to do.
         """
         check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint)
+        check_turns(self.placement, self.buffer)
         check_model_folder(self.model_folder)
 
     @property
@@ -130,6 +132,15 @@ def check_sections(*, buffer: BufferConfig, weights: WeightsConfig, rollout: Rol
         raise ConfigError(
             f"buffer.byte_budget {buffer.byte_budget} is too small: ({steps}) * B groups of up to {group_bytes(rollout)} bytes need {needed}; "
             f"raise it, {lower}, buffer.groups_per_step or the limits of [rollout]"
+        )
+
+
+def check_turns(placement: PlacementConfig, buffer: BufferConfig) -> None:
+    """While the trainer has the device nothing is generated, so there is nothing to run ahead with. Raises: `ConfigError`."""
+    if placement.layout == "colocated" and buffer.pipeline_depth:
+        raise ConfigError(
+            f"placement.layout colocated with buffer.pipeline_depth {buffer.pipeline_depth:g}: trainer and engines take turns, so a step is generated, then "
+            "trained; set buffer.pipeline_depth = 0, or another layout"
         )
 
 

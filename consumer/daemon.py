@@ -27,6 +27,7 @@ from buffer.witness import Witness
 from consumer.backend import Backend, find_backend
 from consumer.checkpoint import CheckpointDamaged, Incarnations, Progress, checkpoints_on_disk, read_checkpoint, sweep
 from consumer.config import PUBLISH_S, TrainerDaemonConfig
+from consumer.device import shared_device
 from consumer.journal import JournalTail
 from consumer.keeper import Keeper
 from consumer.loop import Parts, TrainingLoop
@@ -47,6 +48,7 @@ from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher
 from weightsync.registry import Registry
 from weightsync.store import open_store
+from weightsync.turns import Turns
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -135,8 +137,10 @@ async def run_trainer(
                     trainer_id=trainer_id,
                     storage=storage,
                 )
+                turns = Turns(client, keys, waker) if config.placement.layout == "colocated" else None
                 with _training(config, start, here) as (loop, mender):
                     async with (
+                        _device(turns, loop, mender, start.backend, here),
                         upkeep(ledger, storage, attachment.incarnation) as spiller,
                         _heartbeats(Presence(client, keys, "trainer", TrainerStatus), loop, here, spiller, stall_s=config.run.stall_seconds),
                     ):
@@ -145,7 +149,8 @@ async def run_trainer(
 
 async def _start_from(config: TrainerDaemonConfig, ledger: Ledger, worker: Worker, new_as: RunIdentity | None, back: _Back | None) -> _Start:
     make_backend = await worker.call(find_backend, config.trainer.backend)  # torch: seconds, during which signals are still heard
-    backend = await worker.call(make_backend, config.model_folder, config.trainer, temperature=config.rollout.temperature, seed=config.run.seed)
+    options = {"shared": True} if config.placement.layout == "colocated" else {}
+    backend = await worker.call(make_backend, config.model_folder, config.trainer, temperature=config.rollout.temperature, seed=config.run.seed, **options)
     if new_as is not None:
         if not await ledger.create(new_as, config.buffer):
             raise RunExists(f"run {config.run.name!r} was made by somebody else just now: use --resume to go on with it, or another run.name")
@@ -265,6 +270,18 @@ def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterat
             trainer_id=here.trainer_id,
         )
         yield loop, mender
+
+
+@contextlib.asynccontextmanager
+async def _device(turns: Turns | None, loop: TrainingLoop, mender: Mender, backend: Backend, here: _Here) -> AsyncIterator[None]:
+    """The loop's device: its own, or with `turns` that of engines too."""
+    if turns is None:
+        yield
+        return
+    incarnation = here.attachment.incarnation
+    async with shared_device(turns, mender, backend, here.worker, incarnation=incarnation, trainer_id=here.trainer_id) as device:
+        loop.device = device
+        yield
 
 
 async def _train_and_end(loop: TrainingLoop, mender: Mender, registry: Registry, waker: Wakeups, stop: asyncio.Event, *, weights: WeightsConfig) -> None:

@@ -24,10 +24,11 @@ from buffer.client import TrainerBuffer
 from buffer.contract import Attachment, ChunkRecord, Ledger
 from buffer.witness import Witness, WitnessLine
 from consumer.advantages import ADVANTAGES
-from consumer.backend import Backend, StepReport, digest_now
+from consumer.backend import Backend, SharesDevice, StepReport, digest_now
 from consumer.batch import ChunkBatch, collate
 from consumer.checkpoint import Progress
-from consumer.config import StopConfig, TrainerConfig
+from consumer.config import PUBLISH_S, StopConfig, TrainerConfig
+from consumer.device import Device, OwnDevice
 from consumer.keeper import Keeper
 from consumer.mending import Mender
 from consumer.stats import REWARD_WINDOW, MetricsFile, step_stats
@@ -116,6 +117,7 @@ class TrainingLoop:
         self._elapsed_before_s = progress.elapsed_s
         self._published = -1
         self._idle = False
+        self.device: Device = OwnDevice()
         self.progress = progress
         self.status = TrainerStatus(
             trainer_id=trainer_id, incarnation=self._incarnation, step=progress.step, trained=progress.step, host=socket.gethostname(), pid=os.getpid()
@@ -180,6 +182,9 @@ class TrainingLoop:
         reply = await parts.mender.trained(self._incarnation, step, after.weights.digest, stats, since=gathered.since)
         failpoint(Failpoint.TRAINER_TRAINED)
         await self._edge(background, step, after.weights, stats, wanted=reply.checkpoint_wanted)
+        if self.device.shared:  # engines that have the device again find the new version at once
+            await parts.publisher.drain(PUBLISH_S)
+            await self.device.give()
         return True
 
     async def _gather(self, step: int, stopped: asyncio.Task[bool]) -> _Gathered | None:
@@ -200,6 +205,7 @@ class TrainingLoop:
                 if gathered is not None and await mender.told() == since:
                     return gathered
             await self._parts.worker.call(self._parts.backend.abandon_step)
+            await self.device.give()  # groups may have to be generated anew
             if stopped.done():
                 return None
             if forgot is not None:
@@ -212,6 +218,7 @@ class TrainingLoop:
         failpoint(Failpoint.TRAINER_STEP_OPENED)
         chunks: list[ChunkRecord] = []
         batches: list[ChunkBatch] = []
+        held: list[_Taken] = []
         async with asyncio.TaskGroup() as fetching:
             upcoming = fetching.create_task(self._take(step, 0), name="trainer:fetch")
             for index in itertools.count(1):
@@ -227,7 +234,11 @@ class TrainingLoop:
                 if not taken.chunk.last:
                     upcoming = fetching.create_task(self._take(step, index), name="trainer:fetch")
                 chunks.append(taken.chunk)
-                batches.append(await parts.worker.call(self._accumulate, taken))
+                held.append(taken)
+                if taken.chunk.last or not self.device.shared:
+                    await self.device.take()
+                    batches += [await parts.worker.call(self._accumulate, one) for one in held]
+                    held.clear()
                 self.status = dataclasses.replace(self.status, moved_at=time.time())
                 if taken.chunk.last:
                     break
@@ -310,6 +321,8 @@ class TrainingLoop:
         failpoint(Failpoint.TRAINER_BEFORE_OPTIMIZER)
         report = self._parts.backend.finish_step(step, tokens)
         failpoint(Failpoint.TRAINER_STEPPED)
+        if self.device.shared and isinstance(self._parts.backend, SharesDevice):
+            self._parts.backend.offload()  # first: what is copied for publishing would lie on the device too
         weights = self._look(publish=step % self._publish_every == 0)
         line = WitnessLine(
             incarnation=self._incarnation,

@@ -40,16 +40,20 @@ class TorchBackend:
     Raises: `ConfigError` when the folder holds no causal LM that transformers can load, or one whose parameters go by other names than its files.
     """
 
-    def __init__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int) -> None:
+    def __init__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int, shared: bool = False) -> None:
+        """`shared`: its device is not its own, see `consumer.backend.SharesDevice`."""
         torch.set_num_threads(config.torch_threads)
         torch.set_flush_denormal(True)  # moments of weights without gradient decay into them, and arithmetic on denormals is slow
         torch.manual_seed(seed)
         self._config = config
         self._temperature = temperature
-        self._device = torch.device(config.device)
+        self._target = torch.device(config.device)
+        self._device = torch.device("cpu") if shared else self._target
+        """Where everything lies now."""
+        self._shared = shared
         self._model = _load(model_path, self._device)
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
-        self._kept: dict[str, Tensor] = self._parameters | {name: b for name, b in self._model.named_buffers() if name in self._model.state_dict()}
+        self._kept = self._tensors()
         _check_names(model_path, set(self._kept))
         self._buffers: SnapshotBuffers | None = None
         """Made for the first version: who trains without publishing needs none."""
@@ -126,11 +130,35 @@ class TorchBackend:
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
+    # -- turns on a device of several ---------------------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+        if self._target.type == "cuda":
+            with torch.cuda.device(self._target):
+                torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        self._move(self._target)
+
+    @torch.no_grad()
+    def _move(self, device: torch.device) -> None:
+        if device == self._device:
+            return
+        self._model.to(device)
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device)
+        self._device, self._kept = device, self._tensors()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return self._parameters | {name: b for name, b in self._model.named_buffers() if name in self._model.state_dict()}
+
     # -- state -------------------------------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> HeldWeights:
         if self._buffers is None:
-            self._buffers = SnapshotBuffers(self._kept, self._device)
+            self._buffers = SnapshotBuffers(self._kept, torch.device("cpu") if self._shared else self._device)
         return self._buffers.take(self._kept)
 
     def digest(self) -> str:
@@ -140,8 +168,8 @@ class TorchBackend:
 
     def capture(self) -> TrainingState:
         rng = {"torch": bytes(torch.get_rng_state().numpy())}
-        if self._device.type == "cuda":
-            rng["cuda"] = bytes(torch.cuda.get_rng_state(self._device).numpy())
+        if self._target.type == "cuda":
+            rng["cuda"] = bytes(torch.cuda.get_rng_state(self._target).numpy())
         moments = {
             f"{moment}.{name}": copy_out(self._optimizer.state[parameter][moment])
             for name, parameter in self._parameters.items()
@@ -166,8 +194,8 @@ class TorchBackend:
                 moments = {moment: copy_in(state.optimizer[f"{moment}.{name}"]).to(self._device) for moment in _MOMENTS}
                 self._optimizer.state[parameter] = moments
         torch.set_rng_state(torch.frombuffer(bytearray(state.rng["torch"]), dtype=torch.uint8))
-        if self._device.type == "cuda" and "cuda" in state.rng:
-            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.rng["cuda"]), dtype=torch.uint8), self._device)
+        if self._target.type == "cuda" and "cuda" in state.rng:
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.rng["cuda"]), dtype=torch.uint8), self._target)
 
     # -- prompt sharing ----------------------------------------------------------------------------------------------------------------------
 

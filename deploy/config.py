@@ -13,7 +13,7 @@ from consumer.config import CheckpointConfig, StopConfig, TrainerConfig
 from deploy.redis_server import socket_path
 from producer.config import EvalConfig, ProducerConfig, RewardConfig
 from producer.engine.config import EngineConfig
-from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
+from protocol.config import DataConfig, ModelConfig, PlacementConfig, RayConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
 
@@ -28,6 +28,7 @@ class ReaderConfig(Tree):
 
     run: RunConfig
     redis: RedisConfig = RedisConfig()
+    weights: WeightsConfig = WeightsConfig()
     http: HttpConfig = HttpConfig()
 
 
@@ -49,6 +50,8 @@ class UpConfig(Tree):
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
     http: HttpConfig = HttpConfig()
+    placement: PlacementConfig = PlacementConfig()
+    ray: RayConfig = RayConfig()
 
     @property
     def digest(self) -> str:

@@ -42,6 +42,8 @@ SECTIONS = (
     "checkpoint",
     "stop",
     "http",
+    "placement",
+    "ray",
 )
 _ENVIRONMENT = "ROLLSTREAM__"
 
@@ -95,6 +97,31 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; training wants 1.")
     top_k: int = Field(-1, ge=-1, description="Sample among the k likeliest tokens; -1: all. Training wants -1.")
     stop: tuple[str, ...] = Field((), strict=False, description="Strings that end a rollout.")
+
+
+class PlacementConfig(Section):
+    layout: Literal["disaggregated", "colocated", "external", "trainer_only", "rollout_only"] = Field(
+        "disaggregated",
+        description="disaggregated: trainer and engines have devices of their own. colocated: they take turns on the same ones, with buffer.pipeline_depth 0. "
+        "external: engines run elsewhere, at engine.urls. trainer_only, rollout_only: the other half is not started.",
+    )
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine of the cluster; an engine's GPUs must lie on one.")
+    nodes: int = Field(0, ge=0, description="Machines that the run may take. 0: as many as it needs.")
+    trainer_ranks: int = Field(1, ge=1, description="Processes of the trainer.")
+    trainer_gpus: int = Field(0, ge=0, description="GPUs of each of them. 0: one if trainer.device is a GPU, else none.")
+    critic: bool = Field(False, description="A critic on the trainer's GPUs.")
+    engine_gpus: int = Field(0, ge=0, description="GPUs of one engine, over all of its nodes. 0: engine.tp with SGLang on GPUs, else none.")
+    engine_nodes: int = Field(1, ge=1, description="Machines that one engine spans, with as many of its GPUs on each.")
+    reward_engines: int = Field(0, ge=0, description="Engines of reward models that room is kept for.")
+    reward_gpus: int = Field(1, ge=0, description="GPUs of one reward engine.")
+    wait_seconds: float = Field(120.0, gt=0, description="On Ray: how long the cluster may take to give what was asked for.")
+
+
+class RayConfig(Section):
+    address: str = Field("", description="The Ray cluster to run on: auto, or host:port of its head. Empty: this machine, without Ray.")
+    producer_cpus: float = Field(1.0, ge=0, description="CPUs of one producer.")
+    engine_cpus: float = Field(1.0, ge=0, description="CPUs of an engine, for each of its GPUs; or of one that has none.")
+    trainer_cpus: float = Field(1.0, ge=0, description="CPUs of a trainer's process, for each of its GPUs; or of one that has none.")
 
 
 T = TypeVar("T", bound=Tree)
