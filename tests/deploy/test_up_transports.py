@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -45,10 +46,21 @@ def write_run(folder: Path, weights: dict[str, Any], buffer: dict[str, Any]) -> 
 
 
 def up(path: Path) -> None:
+    """To the run's end. One that does not come to it is ended, with all it started, and what everybody wrote is shown."""
     command = [sys.executable, "-m", "deploy.cli", "up", "--new", "-c", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    with (path.parent / "up.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            code: int | None = process.wait(200)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.terminate()  # asked again, it ends everybody at once
+            process.wait(20)
     logs = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(path.parent.rglob("*.log")))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert code == 0, logs
 
 
 @pytest.mark.demo
