@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
+ENGINE ?= embedded
 DRILL ?= processes
 
 export OMP_NUM_THREADS := 1
@@ -11,7 +12,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill test check soak bench-buffer bench-weights coverage lint format clean $(addprefix lane-,unit redis cluster demo faults)
+.PHONY: help install demo drill sglang-cpu test test-sglang check soak bench-buffer bench-weights coverage lint format clean $(addprefix lane-,unit redis cluster demo faults ray sglang)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -31,29 +32,50 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 install: $(VENV)/installed-all  ## the commands rl-producer, rl-trainer and rollstream in .venv/bin
 
-demo: $(VENV)/installed-all  ## train a model through Redis, live engines and the weight channel (SEED=n)
-	$(BIN)/rollstream demo --seed $(SEED)
+demo: $(VENV)/installed-all $(if $(filter sglang,$(ENGINE)),sglang-cpu)  ## train a model through Redis, live engines and the weight channel (SEED=n, ENGINE=sglang)
+	$(BIN)/rollstream demo --seed $(SEED) --engine $(ENGINE) $(if $(filter sglang,$(ENGINE)),--engine-python $(SGLANG)/bin/python)
 
 drill: $(VENV)/installed-all  ## the demo under kill -9 (DRILL=processes or DRILL=group)
 	$(BIN)/rollstream demo --seed $(SEED) --drill $(DRILL)
 
+# SGLang pins other versions of torch and transformers than ours, so it has an environment of its own: 2.7 GB, two to four minutes.
+SGLANG := .venv-sglang
+SGLANG_PINS := $(addprefix producer/engine/sglang/,requirements-cpu.txt requirements-cpu-bare.txt)
+$(SGLANG)/installed: $(SGLANG_PINS)
+	@echo 'Installing SGLang for CPUs into $(SGLANG): two to four minutes …'
+	@test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/pip install --quiet --requirement $(word 1,$(SGLANG_PINS))
+	@$(SGLANG)/bin/pip install --quiet --no-deps --requirement $(word 2,$(SGLANG_PINS))
+	@touch $@
+
+sglang-cpu: $(SGLANG)/installed  ## SGLang for machines without a GPU, in .venv-sglang
+
 # The lanes of the test suite, with the minutes each may take on two cores.
-test: lane-unit lane-redis lane-cluster lane-demo lane-faults  ## the whole test suite
+test: lane-unit lane-redis lane-cluster lane-demo lane-faults lane-ray lane-sglang  ## the whole test suite
 
 lane-unit: $(VENV)/installed-dev  # 6 minutes
-	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults'
+	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults and not ray and not sglang'
 
 lane-redis: $(VENV)/installed-dev  # 5 minutes
-	$(BIN)/pytest -q -m 'redis and not cluster and not demo and not faults'
+	$(BIN)/pytest -q -m 'redis and not cluster and not demo and not faults and not ray and not sglang'
 
 lane-cluster: $(VENV)/installed-dev  # 3 minutes
-	$(BIN)/pytest -q -m 'cluster and not demo and not faults'
+	$(BIN)/pytest -q -m 'cluster and not demo and not faults and not ray and not sglang'
 
 lane-demo: $(VENV)/installed-dev  # 4 minutes
-	$(BIN)/pytest -q -m 'demo and not faults'
+	$(BIN)/pytest -q -m 'demo and not faults and not ray and not sglang'
 
 lane-faults: $(VENV)/installed-dev  # 10 minutes
-	$(BIN)/pytest -q -m faults
+	$(BIN)/pytest -q -m 'faults and not ray and not sglang'
+
+lane-ray: $(VENV)/installed-dev  # 4 minutes
+	$(BIN)/pytest -q -m 'ray and not sglang'
+
+lane-sglang: $(VENV)/installed-dev sglang-cpu  # 8 minutes, after two to four for the first installation
+	$(BIN)/pytest -q -m sglang
+
+test-sglang: $(VENV)/installed-dev sglang-cpu  ## the contract of engines, checked on real SGLang (and on the embedded engine by `make test`)
+	$(BIN)/pytest -q -m sglang tests/contract
 
 # The peers bring Ray and 1.4 GB with them, so they have an environment of their own.
 BENCH := .venv-bench
@@ -74,7 +96,7 @@ soak: $(VENV)/installed-dev  ## 20,000 simulated runs, then 300 runs of the buff
 	$(BIN)/python -m tests.faults.soak --rounds 300
 
 coverage: $(VENV)/installed-dev  ## lines and branches that the suite without demo and faults reaches
-	$(BIN)/pytest -q -m 'not demo and not faults' --cov --cov-report=term
+	$(BIN)/pytest -q -m 'not demo and not faults and not ray and not sglang' --cov --cov-report=term
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
@@ -91,4 +113,4 @@ format: $(VENV)/installed-dev  ## write the code in its one format
 check: lint test  ## everything CI checks
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache

@@ -5,7 +5,7 @@ A step's record freezes lineage, cutoff and guard, so a replay masks the same to
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from buffer.config import StalenessGuard
 from buffer.contract import StepRecord
 from protocol.arrays import IntArray, MaskArray
 from protocol.messages import GroupHeader, RolloutGroup
-from protocol.versions import Lineage, Version
+from protocol.versions import Version
 
 
 def kept_tokens(header: GroupHeader, record: StepRecord) -> int:
@@ -42,26 +42,25 @@ def token_mask(group: RolloutGroup, record: StepRecord) -> tuple[tuple[MaskArray
     Shapes: mask [T] uint8, 1: enters the loss. Staleness [T] int32 in steps, 0 where no span covers the token.
     Invariant: with the guard `mask` or `drop`, no token with mask 1 is older than the cutoff of `record`.
     """
-    bounded = record.guard != StalenessGuard.CORRECT
-    ages_by_version = _Ages(record.lineage, record.step)
-    oldest = record.step - 1 - record.cutoff
+    versions = list(dict.fromkeys(span.version for rollout in group.rollouts for span in rollout.spans))
+    judged = dict(zip(versions, judge(versions, record), strict=True))
     result = []
     for rollout in group.rollouts:
-        ages = np.zeros(len(rollout.tokens), dtype=np.int32)
+        ages, mask = np.zeros(len(rollout.tokens), dtype=np.int32), rollout.mask.copy()
         for span in rollout.spans:
-            ages[span.start : span.end] = ages_by_version(span.version)
-        mask = rollout.mask
-        if bounded:
-            mask = np.where(ages > oldest, np.uint8(0), mask)
+            age, enters = judged[span.version]
+            ages[span.start : span.end] = age
+            if not enters:
+                mask[span.start : span.end] = 0
         result.append((mask, ages))
     return tuple(result)
 
 
-class _Ages:
-    """Staleness by version in one step; a group has few versions and many spans."""
+def judge(versions: Iterable[Version], record: StepRecord) -> list[tuple[int, bool]]:
+    """Per version the staleness of its tokens in the step, and whether the guard lets them into the loss.
 
-    def __init__(self, lineage: Lineage, step: int) -> None:
-        self._of = lru_cache(maxsize=None)(lambda version: lineage.staleness(version, step))
-
-    def __call__(self, version: Version) -> int:
-        return self._of(version)
+    Raises: `ValueError` for a version from the future of the step: a bug, never clipped.
+    """
+    ages = [record.lineage.staleness(version, record.step) for version in versions]
+    bounded, oldest = record.guard != StalenessGuard.CORRECT, record.step - 1 - record.cutoff
+    return [(age, not bounded or age <= oldest) for age in ages]

@@ -114,6 +114,13 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {left} more" if left > 0 else "")
 
 
+def _takes(engine: EngineStatus) -> str:
+    """What it is about to serve, or why it is not."""
+    if engine.trouble:
+        return f" and cannot take a newer one ({engine.trouble})"
+    return f", takes {engine.target}" if engine.target else ""
+
+
 class _Look:
     """The questions that `blocked` asks of one look; None: that is not what holds the run up."""
 
@@ -181,7 +188,7 @@ class _Look:
 
     def _no_engine(self, waiting: Sequence[_Wait]) -> Stall:
         engines = self._seen.engines
-        states = [f"{one.engine_id} is {one.state}" + (f" ({one.reason})" if one.reason else "") for one in engines]
+        states = [f"{one.engine_id} is {one.state}" + (f" ({why})" if (why := one.reason or one.trouble) else "") for one in engines]
         since = _earliest(waiting) if waiting else _earliest(_waiting(self._seen, Edge.NO_GROUP))
         return Stall(
             edge=Edge.NO_ENGINE,
@@ -193,7 +200,7 @@ class _Look:
 
     def _no_version(self, waiting: Sequence[_Wait], routable: Sequence[EngineStatus]) -> Stall:
         ledger, newest = self._ledger, self._seen.newest
-        serve = _some([f"{one.engine_id} serves {one.version}" + (f", takes {one.target}" if one.target else "") for one in routable])
+        serve = _some([f"{one.engine_id} serves {one.version}{_takes(one)}" for one in routable])
         if newest is None or newest.incarnation not in ledger.lineage.forks:
             why, what_to_do = f"incarnation {ledger.incarnation} has published nothing yet; {serve}", "look at the log of the trainer"
         elif (lag := ledger.trained - ledger.lineage.shared(newest)) > 0:

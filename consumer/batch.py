@@ -24,36 +24,17 @@ from numpy.typing import NDArray
 
 from buffer.bias import length_bucket
 from buffer.contract import StepRecord
-from buffer.staleness import token_mask
 from consumer.advantages import Advantages, Rewards
-from protocol.arrays import FloatArray, IntArray, MaskArray
+from consumer.siblings import Counts, IndexArray, Siblings, Spans, judge_spans, lay, sums
+from protocol.arrays import FloatArray, IntArray
 from protocol.errors import RollstreamError
-from protocol.messages import GroupHeader, Rollout, RolloutGroup, Seq
+from protocol.groups import columns
+from protocol.messages import GroupHeader, RolloutGroup, Seq
 
-IndexArray = NDArray[np.int64]
+__all__ = ["SHARED_ROW_LIMIT", "ChunkBatch", "IndexArray", "MicroBatch", "Siblings", "collate", "micro_batches"]
+
 SHARED_ROW_LIMIT = 1024
 """Tokens of a shared row. Its attention is quadratic in all siblings together, so past this one row a rollout is cheaper."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Siblings:
-    """A group as the loss sees it, its rollouts end to end.
-
-    Shapes: S tokens of G rollouts together, N of them in the loss.
-    """
-
-    tokens: IntArray
-    """[S] int32"""
-    starts: IndexArray
-    """[G + 1] int64: rollout i is tokens [starts[i], starts[i + 1])."""
-    targets: IndexArray
-    """[N] int64: the tokens that enter the loss, ascending; never the first of a rollout."""
-    behaviour: FloatArray
-    """[N] float32, nats"""
-    advantage: FloatArray
-    """[N] float32, that of the token's rollout"""
-    prefix: int
-    """Leading tokens that all siblings share, before any trainable one; 0: not known to share any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,93 +67,52 @@ def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup
     Raises: `RollstreamError` when a token older than the record's bound would enter a loss although the guard bounds it (never clipped, never skipped), or
     when a group has a token that nothing can predict or other than G rollouts.
     """
-    rewards = [[rollout.reward for rollout in group.rollouts] for _, group in groups]
+    laid = [columns(group) for _, group in groups]
+    rewards = [one.rewards for one in laid]
     if odd := [header.seq for (header, _), row in zip(groups, rewards, strict=True) if len(row) != len(rewards[0])]:
         raise RollstreamError(f"group {odd[0]} has another number of rollouts than group {groups[0][0].seq}: rollout.group_size differs between producers")
     values = advantages(np.array(rewards, dtype=np.float64).reshape(len(rewards), len(rewards[0]) if rewards else 1))
-    bound = record.step - 1 - record.cutoff if record.guard != "correct" else None
-    laid: list[Siblings] = []
-    ages_in_loss: list[NDArray[np.int32]] = []
-    masked = _Masked()
-    for (header, group), advantage in zip(groups, values, strict=True):
-        siblings, ages = _lay(group, record, advantage, masked)
-        _check(header.seq, siblings, ages, record.step, bound)
-        laid.append(siblings)
-        ages_in_loss.append(ages)
-    ages, counts = np.unique(np.concatenate(ages_in_loss) if laid else np.zeros(0, dtype=np.int32), return_counts=True)
-    tokens, trainable = int(counts.sum()), sum(sum(header.trainable.values()) for header, _ in groups)
+    seqs = tuple(header.seq for header, _ in groups)
+    spans = judge_spans(laid, record)
+    siblings, counts = lay(laid, spans, values)
+    _check(seqs, siblings, counts, spans, record)
+    tokens, trainable = int(counts.kept.sum()), sum(sum(header.trainable.values()) for header, _ in groups)
+    sampled, kept = counts.sampled.reshape(-1), counts.kept.reshape(-1)
+    buckets = np.array([length_bucket(length) for length in sampled.tolist()], dtype=np.int64)
     return ChunkBatch(
-        groups=tuple(laid),
-        seqs=tuple(header.seq for header, _ in groups),
+        groups=siblings,
+        seqs=seqs,
         rewards=tuple(reward for row in rewards for reward in row),
         tokens=tokens,
         masked=trainable - tokens,
-        staleness=dict(zip(ages.tolist(), counts.tolist(), strict=True)),
+        staleness=_totals(spans.ages[spans.enter], counts.spans[spans.enter]),
         group_staleness=dict(sorted(Counter(record.lineage.staleness(header.oldest, record.step) for header, _ in groups).items())),
-        masked_staleness=dict(sorted(masked.ages.items())),
-        lengths=dict(sorted(masked.lengths_in_loss.items())),
-        masked_lengths=dict(sorted(masked.lengths.items())),
+        masked_staleness=_totals(spans.ages[~spans.enter], counts.spans[~spans.enter]),
+        lengths=_totals(buckets, kept),
+        masked_lengths=_totals(buckets, sampled - kept),
         response_tokens=trainable,
     )
 
 
-class _Masked:
-    """What the guard took out and left, by length and age; for the report of bias."""
-
-    def __init__(self) -> None:
-        self.lengths_in_loss: Counter[int] = Counter()
-        self.lengths: Counter[int] = Counter()
-        self.ages: Counter[int] = Counter()
-
-    def count(self, rollout: Rollout, mask: MaskArray, ages: IntArray) -> None:
-        sampled, kept = int(rollout.mask.sum()), int(mask.sum())
-        bucket = length_bucket(sampled)
-        if kept:
-            self.lengths_in_loss[bucket] += kept
-        if sampled > kept:
-            self.lengths[bucket] += sampled - kept
-            found, counts = np.unique(ages[(rollout.mask == 1) & (mask == 0)], return_counts=True)
-            self.ages.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
-
-
-def _lay(group: RolloutGroup, record: StepRecord, advantage: FloatArray, masked: _Masked) -> tuple[Siblings, NDArray[np.int32]]:
-    """The group end to end, and the staleness [N] of its tokens in the loss; `masked` counts what is in it and what is not."""
-    lengths = [len(rollout.tokens) for rollout in group.rollouts]
-    masks, ages = zip(*token_mask(group, record), strict=True)
-    for rollout, mask, age in zip(group.rollouts, masks, ages, strict=True):
-        masked.count(rollout, mask, age)
-    targets = np.flatnonzero(np.concatenate(masks))
-    starts = np.array([0, *itertools.accumulate(lengths)], dtype=np.int64)
-    siblings = Siblings(
-        tokens=np.concatenate([rollout.tokens for rollout in group.rollouts]),
-        starts=starts,
-        targets=targets,
-        behaviour=np.concatenate([rollout.logprobs for rollout in group.rollouts])[targets],
-        advantage=advantage[np.searchsorted(starts, targets, side="right") - 1],
-        prefix=_shared_prefix(group),
-    )
-    return siblings, np.concatenate(ages)[targets]
-
-
-def _check(seq: Seq, siblings: Siblings, ages: NDArray[np.int32], step: int, bound: int | None) -> None:
-    if bound is not None and len(ages) and (oldest := int(ages.max())) > bound:
+def _check(seqs: Sequence[Seq], siblings: Sequence[Siblings], counts: Counts, spans: Spans, record: StepRecord) -> None:
+    bound = record.step - 1 - record.cutoff
+    over = spans.enter & (counts.spans > 0) & (spans.ages > bound)
+    if record.guard != "correct" and over.any():
+        group = int(spans.groups[over][0])
+        oldest = spans.ages[over & (spans.groups == group)].max()
         raise RollstreamError(
-            f"group {seq}: a token of staleness {oldest} would enter the loss of step {step}, the bound is {bound}; "
+            f"group {seqs[group]}: a token of staleness {oldest} would enter the loss of step {record.step}, the bound is {bound}; "
             "this is a fault of the staleness guard, nothing was trained"
         )
-    if np.isin(siblings.starts[:-1], siblings.targets).any():
-        raise RollstreamError(f"group {seq}: the first token of a rollout is trainable, but nothing predicts it; a prompt has at least one token")
+    for i in np.flatnonzero((counts.context == 0).any(axis=1)).tolist():
+        if np.isin(siblings[i].starts[:-1], siblings[i].targets).any():
+            raise RollstreamError(f"group {seqs[i]}: the first token of a rollout is trainable, but nothing predicts it; a prompt has at least one token")
 
 
-def _shared_prefix(group: RolloutGroup) -> int:
-    """Leading tokens that are context in every sibling and the same in all."""
-    prefix = min(_leading_context(rollout.mask) for rollout in group.rollouts)
-    return prefix if len({rollout.tokens[:prefix].tobytes() for rollout in group.rollouts}) == 1 else 0
-
-
-def _leading_context(mask: MaskArray) -> int:
-    first = int(mask.argmax()) if len(mask) else 0
-    return first if len(mask) and mask[first] else len(mask)
+def _totals(keys: IndexArray, counts: IndexArray) -> dict[int, int]:
+    """The sum of the counts by key, ascending; keys without any are left out."""
+    found, which = np.unique(keys, return_inverse=True)
+    return {key: count for key, count in zip(found.tolist(), sums(which, counts, len(found)).tolist(), strict=True) if count}
 
 
 # -- micro-batches -------------------------------------------------------------------------------------------------------------------------------

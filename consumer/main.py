@@ -11,6 +11,7 @@ from pathlib import Path
 from buffer.config import BufferConfig
 from buffer.durability import Durability
 from buffer.redis_ledger import RedisLedger
+from consumer.blocks import keep_freed_memory
 from consumer.config import TrainerDaemonConfig, check_sections
 from consumer.daemon import run_trainer
 from consumer.modes import RunHandle, run_recorded, run_shadow
@@ -47,10 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--from-step goes with --resume or --shadow")
     if options.abandon and not (options.resume and options.from_step is not None):
         parser.error("--abandon goes with --resume --from-step N")
-    return run_daemon("rl-trainer", lambda stop: _start(options, stop))
+    keep_freed_memory()
+    return run_daemon("rl-trainer", lambda stop: train(options, stop))
 
 
-async def _start(options: argparse.Namespace, stop: asyncio.Event) -> None:
+async def train(options: argparse.Namespace, stop: asyncio.Event) -> None:
     """Check, then hand over to `consumer.daemon`, or to `consumer.modes` for what takes nothing from a run. Raises: `ConfigError`, `RedisUnavailable`."""
     config = load(TrainerDaemonConfig, options.config, sets=options.set)
     if options.recorded is not None:

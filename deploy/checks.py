@@ -13,6 +13,7 @@ from pathlib import Path
 import orjson
 
 from deploy.config import UpConfig
+from deploy.placement import demand_of, place
 from protocol.config import RunConfig
 from protocol.errors import ConfigError
 from protocol.keys import Keys
@@ -40,6 +41,8 @@ def check_all(config: UpConfig) -> None:
     trainer.check()
     check_weights(trainer.model_folder)
     check_stores(config)
+    if config.ray.address or config.placement.model_fields_set - {"layout"}:
+        place(demand_of(config))
     prepare(ProducerDaemonConfig(**{name: getattr(config, name) for name in ProducerDaemonConfig.model_fields}))
 
 

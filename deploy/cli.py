@@ -48,9 +48,18 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
         "Run Redis, trainer, engines, producers and the HTTP service of a run on this machine, to its end. Ctrl-C stops it in good order at a step, and "
         "--resume goes on from there; a second Ctrl-C ends it at once. Exit codes: 0 drained, 1 fault, 2 bad configuration, 75 Redis did not come up."
     )
+    scale = _with_file(commands, "scale", _scale, "more or fewer producers or engines, while a run goes on")
+    scale.add_argument("what", choices=("producers", "engines"), help="of which")
+    scale.add_argument("count", type=_index, metavar="N", help="how many there are to be")
+    scale.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help="the run's Ray cluster; default: ray.address, else auto")
+    scale.description = (
+        "Have N producers or engines of a run on Ray. Returns once those that were added have a place and those that were too many have left, in good order. "
+        "A run on one machine keeps its number of processes. Exit codes: 0 done, 2 bad configuration, 75 no room on the cluster."
+    )
     engine = _with_file(commands, "engine", _engine, "one engine host: an engine with its reconciler")
     engine.add_argument("--index", type=_index, default=0, metavar="I", help="which of the run's engines this is: 0, 1, …")
     _add_carriers(commands)
+    _add_eval(commands)
     serve = _with_file(commands, "serve", _serve, "the HTTP service")
     serve.description = (
         "Answer /metrics (Prometheus), /v1/... (JSON), /healthz and /readyz about a run from its Redis, at http.host and http.port (8765), and print where. It "
@@ -87,6 +96,19 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
         demo.description = DESCRIPTION
     demo.set_defaults(handler=_demo)
     return parser
+
+
+def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _with_file(commands, "eval", _eval, "evaluate a saved model, with no run around it")
+    parser.add_argument("--checkpoint", default="", metavar="WHICH", help="a step, a version such as 2:120, latest, or a folder; default: model.path as it is")
+    parser.add_argument("--out", default="", metavar="FILE", help="where the results go as JSON (default: evals/ in run.dir)")
+    parser.add_argument("--responses", default="", metavar="FILE", help="also every response, as JSON lines")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.description = (
+        "Load a checkpoint, a published version or a model folder into an engine of its own and evaluate the held-out sets of [eval] greedily, as a run does. "
+        "Needs no trainer, no producer and no Redis; where the run's Redis answers, its audit gets the results. Exit codes: 0 evaluated, 1 fault, 2 bad "
+        "configuration or no such checkpoint."
+    )
 
 
 def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -170,9 +192,22 @@ def _port(text: str) -> int:
 
 
 def _up(options: argparse.Namespace) -> int:
-    from deploy.up.main import run
+    from deploy.config import UpConfig
+    from protocol.config import load
 
-    return run(options)
+    if options.ray is None and not load(UpConfig, options.config, sets=options.set).ray.address:
+        from deploy.up.main import run
+
+        return run(options)
+    from deploy.ray.main import run as run_on_ray
+
+    return run_on_ray(options)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from deploy.ray.scale import scale
+
+    return scale(options)
 
 
 def _engine(options: argparse.Namespace) -> int:
@@ -182,6 +217,12 @@ def _engine(options: argparse.Namespace) -> int:
 
     config = load(EngineHostConfig, options.config, sets=options.set)
     return run_daemon(f"engine-{options.index}", lambda stop: run_host(config, options.index, stop))
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from deploy.evaluate import evaluate
+
+    return evaluate(options)
 
 
 def _relay(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from deploy.tally import BY_HAND, MAIN_SET
 from protocol.errors import DecodeError
 from protocol.messages import Event, JsonValue
 from protocol.versions import Fork, Lineage, Version
@@ -36,9 +37,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One pass over the held-out rows, greedy."""
+    """One pass over the rows of a held-out set, greedy."""
 
     at: float
+    set: str
     phase: str
     reward: float
     exact: float
@@ -54,6 +56,8 @@ class Applied:
     """Boot nonce: another one under the same id is another engine."""
     version: Version
     pause_s: float
+    transport: str = ""
+    """What brought it; empty in records that do not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,8 @@ class History:
     lineage: Lineage | None = None
     every_step: list[Step] = field(default_factory=list)
     """Also those that a resume trained again."""
-    evaluations: list[Evaluation] = field(default_factory=list)
+    held_out: dict[str, list[Evaluation]] = field(default_factory=dict)
+    """The run's evaluations by set, the main set first; those of saved models are no part of it."""
     applied: list[Applied] = field(default_factory=list)
     boots: dict[str, list[str]] = field(default_factory=dict)
     """Engine id → boot nonces in order."""
@@ -116,6 +121,11 @@ class History:
     @property
     def seconds(self) -> float:
         return max(0.0, self.ended - self.began)
+
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """On the main set."""
+        return next(iter(self.held_out.values()), ())
 
     @property
     def final(self) -> Version | None:
@@ -163,8 +173,10 @@ def _collect(history: History, event: Event, fields: Fields) -> None:
             history.lag += Counter({int(lag): tokens for lag, tokens in fields.counts("lag").items()})
         case "trained":
             history.every_step.append(_step(event, fields))
-        case "eval":
-            history.evaluations.append(Evaluation(at=event.at, phase=fields.text("phase"), reward=fields.number("reward"), exact=fields.number("exact")))
+        case "eval" if fields.text("phase") != BY_HAND:
+            name, phase = fields.text("set") or MAIN_SET, fields.text("phase")
+            found = Evaluation(at=event.at, set=name, phase=phase, reward=fields.number("reward"), exact=fields.number("exact"))
+            history.held_out.setdefault(name, []).append(found)
         case "published":
             history.published.append((event.at, Version.parse(fields.text("version"))))
         case "engine_started":
@@ -184,6 +196,7 @@ def _collect(history: History, event: Event, fields: Fields) -> None:
                 boot=fields.text("boot_nonce"),
                 version=Version.parse(fields.text("version")),
                 pause_s=fields.number("pause_s"),
+                transport=fields.text("transport"),
             )
             history.applied.append(applied)
         case _:

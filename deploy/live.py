@@ -20,9 +20,11 @@ from rich.text import Text
 
 from deploy.snapshot import Picture, PictureSource
 from deploy.tally import WINDOW_STEPS
+from deploy.trouble import channel, in_short, troubles
 from deploy.up.supervisor import Child, Life, Phase
 from protocol.errors import RollstreamError
 from protocol.messages import EngineState, EngineStatus, Event
+from protocol.versions import Version
 
 _REFRESH_S = 1.0
 _PLAIN_S = 5.0
@@ -78,7 +80,7 @@ async def _show_lines(source: PictureSource, last_step: int) -> None:
 
 
 def line(picture: Picture, *, last_step: int = 0) -> str:
-    """A run in one line: step, reward, staleness, buffer, rate, versions, who waits, what fails."""
+    """A run in one line: step, reward, staleness, buffer, rate, versions, who waits, what fails, which engines are in trouble."""
     ledger = picture.ledger
     if ledger is None:
         return "  ".join(("waiting for the trainer to create the run", *stalled(picture)))
@@ -94,6 +96,7 @@ def line(picture: Picture, *, last_step: int = 0) -> str:
         f"engines {engines}",
         *([f"waiting: {waits}"] if waits else []),
         *([failed] if (failed := failures(picture)) else []),
+        *([f"trouble: {short}"] if (short := in_short(picture)) else []),
         *(["draining"] if ledger.state.value == "draining" else []),
         *stalled(picture),
     ]
@@ -195,7 +198,8 @@ def _members(picture: Picture) -> RenderableType:
             busy,
             str(engine.updates),
         )
-    return Group(table, *(Text(told, style="dim") for told in carriers(picture)))
+    wrong = [*(trouble.sentence for trouble in troubles(picture)), *channel(picture)]
+    return Group(table, *(Text(told, style="yellow") for told in wrong), *(Text(told, style="dim") for told in carriers(picture)))
 
 
 def carriers(picture: Picture) -> list[str]:
@@ -205,12 +209,20 @@ def carriers(picture: Picture) -> list[str]:
         for one in picture.weight_servers
     ]
     told += [
-        f"relay {one.relay_id}: {one.version or 'nothing'} whole, {one.deltas} from deltas, {one.fulls} fetched whole, {_bytes(one.fetched_bytes)} read"
+        f"relay {one.relay_id}: {one.version or 'nothing'} whole{_behind(picture, one.version)}, {one.deltas} from deltas, {one.fulls} fetched whole, "
+        f"{_bytes(one.fetched_bytes)} read"
         for one in picture.relays
     ]
     if picture.changed_share is not None and picture.newest is not None:
         told.append(f"newest {picture.newest.version}: {100 * picture.changed_share:.2f} % of its elements changed, {_bytes(picture.newest.total_bytes)}")
     return told
+
+
+def _behind(picture: Picture, version: Version | None) -> str:
+    """How far a carrier is behind the newest published version; ordinary for as long as a copy takes."""
+    newest = None if picture.newest is None else picture.lag(picture.newest.version)
+    lag = picture.lag(version)
+    return f" ({lag - newest} steps behind the newest)" if lag is not None and newest is not None and lag > newest else ""
 
 
 def _state(engine: EngineStatus) -> Text:

@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.config import ReaderConfig, UpConfig, reader_url
-from deploy.http import bodies
+from deploy.http import bodies, evals
 from deploy.live import carriers, line
 from deploy.snapshot import Picture, picture_source
+from deploy.trouble import channel, troubles
 from protocol.config import load
 from protocol.errors import RedisUnavailable, RunMissing
+from weightsync.aim import EVAL_FLEET
 
 _WIDTH = 200
 """Of tables that go to a file or a pipe."""
@@ -76,7 +78,9 @@ def _console() -> Console:
 
 async def _take(url: str, config: ReaderConfig) -> Picture:
     try:
-        async with picture_source(url, config.run.name, folder=config.run.folder, deadline_s=1.0, patience_s=config.run.stall_seconds) as source:
+        async with picture_source(
+            url, config.run.name, folder=config.run.folder, deadline_s=1.0, patience_s=config.run.stall_seconds, transport=config.weights.transport
+        ) as source:
             return await source.picture()
     except (RedisError, OSError) as problem:
         raise RedisUnavailable(f"redis.url {url}: no answer ({problem}); is the run up?") from problem
@@ -93,6 +97,7 @@ _BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = Mapp
             "producers": bodies.producers,
             "trainers": bodies.trainers,
             "journal": bodies.journal,
+            "evals": evals.evals,
         },
         "groups": {"buffer": bodies.buffer},
         "engines": {"engines": bodies.engines},
@@ -102,7 +107,18 @@ _BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = Mapp
 
 
 def _status(picture: Picture) -> list[Table | str]:
-    return [line(picture), *_blocked(picture), *_storage(picture), *carriers(picture), _engines_table(picture), _producers_table(picture)]
+    parts = [line(picture), *_blocked(picture), *_troubles(picture), *_storage(picture), *carriers(picture)]
+    return [*parts, *_evaluated(picture), _engines_table(picture), _producers_table(picture)]
+
+
+def _evaluated(picture: Picture) -> list[str]:
+    told = evals.line(picture)
+    return [told] if told else []
+
+
+def _troubles(picture: Picture) -> list[str]:
+    """In full, what keeps engines from the newest version."""
+    return [f"trouble: {one}" for one in (*(trouble.sentence for trouble in troubles(picture)), *channel(picture))]
 
 
 def _blocked(picture: Picture) -> list[str]:
@@ -150,7 +166,7 @@ def _groups(picture: Picture) -> list[Table | str]:
 
 
 def _engines(picture: Picture) -> list[Table | str]:
-    return [_engines_table(picture)]
+    return [_engines_table(picture), *_troubles(picture)]
 
 
 def _weights(picture: Picture) -> list[Table | str]:
@@ -158,7 +174,7 @@ def _weights(picture: Picture) -> list[Table | str]:
     newest = f"newest {body.newest}, {body.kind}, {body.total_bytes} bytes, digest {body.digest}" if body.newest else "nothing is published yet"
     deltas = f" ({body.deltas} as deltas)" if body.deltas else ""
     told = f"trained {body.trained}; {body.published} published{deltas}, {body.applied} applied"
-    return [newest, told, *carriers(picture), _engines_table(picture)]
+    return [newest, told, *carriers(picture), _engines_table(picture), *_troubles(picture)]
 
 
 def _engines_table(picture: Picture) -> Table:
@@ -168,7 +184,7 @@ def _engines_table(picture: Picture) -> Table:
     for status in picture.engines:
         lag = picture.lag(status.version)
         served = (status.version or "-", status.transport or "-", "-" if lag is None else lag)
-        figures = (status.engine_id, status.state.value, *served, f"{status.running}/{status.capacity}")
+        figures = (status.engine_id, status.state.value + (" (eval)" if status.fleet == EVAL_FLEET else ""), *served, f"{status.running}/{status.capacity}")
         table.add_row(*(str(part) for part in (*figures, status.queued, status.updates, status.generated_tokens, status.url)))
     return table
 
@@ -200,6 +216,13 @@ def show_config(config: UpConfig, *, as_json: bool) -> str:
         lines.append(f"[{section}]")
         for key, about in type(table).model_fields.items():
             value = table.model_dump(mode="json")[key]
-            lines.append(f"{key} = {orjson.dumps(value).decode()}  # {about.description}")
+            lines.append(f"{key} = {_toml(value)}  # {about.description}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    """A value of the configuration as TOML spells it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{orjson.dumps(name).decode()} = {_toml(one)}" for name, one in value.items()) + "}"
+    return orjson.dumps(value).decode()

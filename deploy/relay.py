@@ -14,6 +14,7 @@ import socket
 import tempfile
 from pathlib import Path
 
+from protocol.audit import emit
 from protocol.config import RedisConfig, RunConfig, Tree
 from protocol.connection import Client, check_server, connect
 from protocol.durable import make_folder
@@ -80,6 +81,7 @@ def _check_folder(folder: Path) -> None:
 class _Relay:
     def __init__(self, config: RelayConfig, client: Client, store: VersionStore, waker: Wakeups) -> None:
         keys = Keys(config.run.name)
+        self._client, self._keys = client, keys
         self._id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._waker = waker
         self._pointer = Pointer(client, keys, f"{ROLE}:{self._id}")
@@ -126,7 +128,10 @@ class _Relay:
                 path = await self._mirror.ensure(manifest, deadline_s=_COPY_S)
         except (ManifestError, OSError) as problem:
             if not quiet and not isinstance(problem, VersionGone):
-                _LOG.warning("version %s is not copied to %s: %s", manifest.version, self._mirror.folder, str(problem) or type(problem).__name__)
+                reason = str(problem) or type(problem).__name__
+                _LOG.warning("version %s is not copied to %s: %s", manifest.version, self._mirror.folder, reason)
+                fields = {"relay_id": self._id, "folder": str(self._mirror.folder), "version": str(manifest.version), "reason": reason[:500]}
+                await emit(self._client, self._keys, "copy_failed", fields)
             return False
         _LOG.info("version %s is whole in %s", manifest.version, path)
         self._changed.set()

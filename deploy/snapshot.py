@@ -22,6 +22,7 @@ from protocol.keys import Keys
 from protocol.messages import EngineStatus, Event, Manifest, ProducerStatus, RelayStatus, TrainerStatus, WeightServerStatus
 from protocol.presence import Presence
 from protocol.versions import Version
+from weightsync.aim import EVAL_FLEET
 from weightsync.channel import Channel
 from weightsync.registry import Registry
 from weightsync.roles import RELAY, WEIGHT_SERVER
@@ -51,6 +52,8 @@ class Picture:
     last_trainer_at: float | None = None
     patience_s: float = 60.0
     """How long an edge may block before it is a stall."""
+    transport: str = ""
+    """`weights.transport` as whoever looks has it configured; empty: not known."""
     newest: Manifest | None = None
     """The weight pointer."""
     totals: Totals
@@ -72,7 +75,7 @@ class Picture:
             ledger=self.ledger,
             producers=self.producers,
             trainers=self.trainers,
-            engines=self.engines,
+            engines=tuple(engine for engine in self.engines if engine.fleet != EVAL_FLEET),  # no group waits for the others
             newest=self.newest.version if self.newest is not None else None,
             last_producer_at=self.last_producer_at,
             last_trainer_at=self.last_trainer_at,
@@ -119,9 +122,7 @@ class Picture:
 
     def lag(self, version: Version | None) -> int | None:
         """Publish lag in steps of an engine at `version`; None if it serves no version of this line."""
-        if version is None or self.ledger is None or version.incarnation not in self.ledger.lineage.forks:
-            return None
-        return self.ledger.trained - self.ledger.lineage.shared(version)
+        return None if self.ledger is None else lag_of(self.ledger, version)
 
     @property
     def changed_share(self) -> float | None:
@@ -136,13 +137,21 @@ class Picture:
         return sum(point.reward for point in window) / len(window) if window else None
 
 
+def lag_of(ledger: LedgerStatus, version: Version | None) -> int | None:
+    """Newest trained step minus that of `version`; None if it is of no line of this run."""
+    if version is None or version.incarnation not in ledger.lineage.forks:
+        return None
+    return ledger.trained - ledger.lineage.shared(version)
+
+
 class PictureSource:
     """Takes pictures; askers within half a second of each other share one."""
 
-    def __init__(self, client: Client, keys: Keys, *, spill: Path | None = None, patience_s: float = 60.0) -> None:
+    def __init__(self, client: Client, keys: Keys, *, spill: Path | None = None, patience_s: float = 60.0, transport: str = "") -> None:
         self._client = client
         self._keys = keys
         self._patience_s = patience_s
+        self._transport = transport
         self._ledger = RedisLedger(client, keys)
         self._registry = Registry(client, keys)
         self._channel = Channel(client, keys)
@@ -196,6 +205,7 @@ class PictureSource:
             last_producer_at=seen_at[0],
             last_trainer_at=seen_at[1],
             patience_s=self._patience_s,
+            transport=self._transport,
             newest=await self._channel.newest() if there else None,
             totals=tally.totals,
             steps=tuple(tally.steps)[-400:],
@@ -235,10 +245,13 @@ class _Rate:
 
 
 @contextlib.asynccontextmanager
-async def picture_source(url: str, run: str, *, folder: Path | None = None, deadline_s: float = 5.0, patience_s: float = 60.0) -> AsyncIterator[PictureSource]:
-    """A source with a connection of its own. `folder` is the run's folder, if this machine can see it."""
+async def picture_source(
+    url: str, run: str, *, folder: Path | None = None, deadline_s: float = 5.0, patience_s: float = 60.0, transport: str = ""
+) -> AsyncIterator[PictureSource]:
+    """A source with a connection of its own. `folder` is the run's folder, if this machine can see it; `transport` is `weights.transport`."""
     client = connect(url, deadline_s=deadline_s, max_connections=8)
     try:
-        yield PictureSource(client, Keys(run), spill=None if folder is None else folder / "audit.jsonl", patience_s=patience_s)
+        spill = None if folder is None else folder / "audit.jsonl"
+        yield PictureSource(client, Keys(run), spill=spill, patience_s=patience_s, transport=transport)
     finally:
         await client.aclose()

@@ -129,6 +129,13 @@ def summarise(
         "reward": first_last_best(window_means([step.reward for step in steps])),
         "heldout": first_last_best([evaluation.exact for evaluation in history.evaluations]),
         "heldout_reward": first_last_best([evaluation.reward for evaluation in history.evaluations]),
+        "evaluations": {
+            name: {
+                "exact": first_last_best([evaluation.exact for evaluation in found]),
+                "reward": first_last_best([evaluation.reward for evaluation in found]),
+            }
+            for name, found in history.held_out.items()
+        },
         "tokens_generated": tokens_generated,
         "tokens_trained": counted.tokens_trained,
         "tokens_per_second": tokens_generated / history.seconds if history.seconds else None,
@@ -136,6 +143,7 @@ def summarise(
         "trainer_busy_fraction": _share(sum(step.train_s for step in history.every_step), sum(step.seconds for step in history.every_step)),
         "engine_busy_fraction": _share(sum(use.busy_s for use in history.uses), sum(use.uptime_s for use in history.uses)),
         "weight_updates": len(history.applied),
+        "weight_updates_by_transport": dict(sorted(Counter(applied.transport or "unknown" for applied in history.applied).items())),
         "weights_published": len(history.published),
         "engine_pause_seconds": _mean_max([applied.pause_s for applied in history.applied]),
         "final_version": str(history.final) if history.final is not None else None,
@@ -239,13 +247,22 @@ def table(summary: Summary, *, title: str = "Result") -> Table:
         ("over K, masked", f"{summary['over_k_tokens']} tokens in a loss, {summary['masked_tokens']} masked"),
         ("tokens", f"{summary['tokens_generated']} generated, {summary['tokens_trained']} trained, {_number(summary['tokens_per_second'], 0)} a second"),
         ("busy", f"trainer {_percent(summary['trainer_busy_fraction'])}, engines {_percent(summary['engine_busy_fraction'])}"),
-        ("weights", f"{summary['weights_published']} published, {summary['weight_updates']} applied, paused {_number(pause['mean'], 3)} s each"),
+        (
+            "weights",
+            f"{summary['weights_published']} published, {summary['weight_updates']} applied{_by(summary)}, paused {_number(pause['mean'], 3)} s each",
+        ),
         ("engines", ", ".join(f"{name} at {engine['version']}" for name, engine in summary["engines"].items()) or "none"),
         ("memory", f"{summary['peak_pss_bytes'] / 2**30:.2f} GiB at the peak" if summary["peak_pss_bytes"] else "not measured"),
     ]
     for name, text in rows:
         grid.add_row(name, text)
     return grid
+
+
+def _by(summary: Summary) -> str:
+    """By which transports, where there was more than one."""
+    ways = summary["weight_updates_by_transport"]
+    return f" ({', '.join(f'{count} by {way}' for way, count in ways.items())})" if len(ways) > 1 else ""
 
 
 def _shares(bias: Mapping[str, Any]) -> str:

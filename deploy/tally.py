@@ -14,7 +14,17 @@ WINDOW_STEPS = 20
 _REWIND_STEPS = 4096
 """Steps that can still be taken back by a resume; older ones are only in the sums."""
 _SHOWN = 12
-_WORTH_SHOWING = frozenset({"created", "attached", "checkpoint", "drained", "dead", "payload_lost", "unfit", "engine_started", "engine_left", "eval"})
+_EVALUATIONS = 256
+MAIN_SET = "main"
+"""Of `eval` events that name no set."""
+BY_HAND = "checkpoint"
+"""The phase of evaluations of saved models: no part of a run's own figures."""
+_WORTH_SHOWING = frozenset(
+    {
+        *("created", "attached", "checkpoint", "drained", "dead", "payload_lost", "eval"),
+        *("engine_started", "engine_left", "unfit", "prepare_failed", "copy_failed"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +94,8 @@ class Totals:
     deltas: int = 0
     """Of the versions published, those that hold only what changed."""
     applied: int = 0
+    by_transport: Counter[str] = field(default_factory=Counter)
+    """Of the updates that engines took, how many each transport brought."""
     pause_s: float = 0.0
     pause_max_s: float = 0.0
     released: Counter[str] = field(default_factory=Counter)
@@ -93,7 +105,11 @@ class Totals:
     lag: Counter[int] = field(default_factory=Counter)
     """Stored tokens by publish lag in steps, judged at put."""
     evaluation: Mapping[str, Any] = field(default_factory=dict)
-    """The newest `eval` event."""
+    """The newest `eval` event of the run itself on its main set, which is the one that its first such event names."""
+    evaluations: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_EVALUATIONS))
+    """The newest `eval` events, oldest first, of every set and phase, each with when it was recorded (`at`)."""
+    newest_evaluations: dict[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    """By phase and set."""
 
 
 class Tally:
@@ -130,12 +146,20 @@ class Tally:
             case "applied":
                 pause_s = float(fields.get("pause_s", 0.0))
                 totals.applied += 1
+                totals.by_transport[str(fields.get("transport") or "unknown")] += 1
                 totals.pause_s += pause_s
                 totals.pause_max_s = max(totals.pause_max_s, pause_s)
             case "eval":
-                totals.evaluation = {**fields, "at": entry.at}
+                self._evaluated({"phase": "", "set": MAIN_SET, **fields, "at": entry.at})
         if entry.op in _WORTH_SHOWING:
             self.events.append(entry)
+
+    def _evaluated(self, found: Mapping[str, Any]) -> None:
+        totals = self.totals
+        totals.evaluations.append(found)
+        totals.newest_evaluations[found["phase"], found["set"]] = found
+        if found["phase"] != BY_HAND and found["set"] == totals.evaluation.get("set", found["set"]):
+            totals.evaluation = found
 
     def _add(self, point: StepPoint) -> None:
         self.steps.append(point)

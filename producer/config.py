@@ -12,7 +12,11 @@ from buffer.config import BufferConfig
 from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from weightsync.config import WeightsConfig
 
+_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 _DOTTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_SET_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
+MAIN_SET = "main"
+"""Of eval.path."""
 
 
 class RewardKind(StrEnum):
@@ -51,12 +55,39 @@ class RewardConfig(Section):
 
 
 class EvalConfig(Section):
-    path: str = Field("", description="JSONL file of held-out prompts, slice allowed as in data.path. Empty: no evaluation.")
+    path: str = Field("", description="JSONL file of held-out prompts, slice allowed as in data.path; its set is called main. Empty: none but those of sets.")
+    sets: dict[str, str] = Field(
+        default_factory=dict, description='More held-out files, each with a name of its own: {math = "math.jsonl", code = "code.jsonl"}.'
+    )
     every_seconds: float = Field(60.0, gt=0, description="Seconds between two periodic evaluations.")
-    samples: int = Field(256, ge=0, description="Rows used, from the top of the file. 0: all.")
+    samples: int = Field(256, ge=0, description="Rows used of each set, from the top of the file. 0: all.")
     max_new_tokens: int = Field(0, ge=0, description="Upper bound of sampled tokens. 0: as rollout.max_new_tokens.")
     concurrency: int = Field(64, ge=1, description="Requests of an evaluation under way at once; raise it for large engines.")
+    engines: int = Field(
+        0, ge=0, description="Engines of the evaluation's own, beyond engine.count: they stay on one version while it runs. 0: those of the run."
+    )
+    deadline_seconds: float = Field(900.0, gt=0, description="With engines of its own: one that takes longer is given up; the next is of a newer version.")
     final_deadline_seconds: float = Field(30.0, gt=0, description="How long the last evaluation waits for an engine that serves the final version.")
+
+    @model_validator(mode="after")
+    def _sets_are_named(self) -> EvalConfig:
+        for name, path in self.sets.items():
+            if not _SET_NAME.fullmatch(name):
+                raise ValueError(f"the name {name!r} of a set: use 1 to 40 letters, digits, '.', '_' or '-'")
+            if name == MAIN_SET and self.path:
+                raise ValueError(f"eval.path is the set {MAIN_SET!r} already: give the one in eval.sets another name, or leave eval.path out")
+            if not path:
+                raise ValueError(f"the set {name!r} has no file: give the path of a JSONL file")
+        return self
+
+    @property
+    def files(self) -> dict[str, str]:
+        """File and slice of every set by its name; the first one is what the figures of a run mean by held-out."""
+        return ({MAIN_SET: self.path} if self.path else {}) | self.sets
+
+    def key(self, name: str) -> str:
+        """The key of the configuration that names the file of a set, for messages."""
+        return "eval.path" if name == MAIN_SET and self.path else f"eval.sets.{name}"
 
 
 class ProducerConfig(Section):
@@ -64,9 +95,18 @@ class ProducerConfig(Section):
     max_inflight_groups: int = Field(64, ge=1, description="Groups one producer works on at once; also what it holds while Redis is away.")
     sample_retries: int = Field(3, ge=0, description="Further attempts of one rollout, on another engine where there is one, before its group fails.")
     sample_deadline_seconds: float = Field(300.0, gt=0, description="One generation request may take this long.")
+    stream: bool = Field(True, description="Engines send what they write as they write it; when one dies, others go on from there. False: whole responses.")
+    progress_seconds: float = Field(30.0, gt=0, description="An engine that generates nothing for so long, and is not paused for an update, is given up.")
+    router_url: str = Field("", description="A SGLang router in front of the engines for requests; it must run with --disable-retries. Empty: none.")
     group_deadline_seconds: float = Field(900.0, gt=0, description="All attempts and rewards of one group together; waiting for an engine does not count.")
     drain_seconds: float = Field(10.0, ge=0, description="On SIGTERM, groups under way get this long to finish; the rest are given back.")
     filter: GroupFilter = Field(GroupFilter.NONE, strict=False, description="none, or zero_variance: drop groups whose rewards are all equal.")
+
+    @model_validator(mode="after")
+    def _router_is_a_url(self) -> ProducerConfig:
+        if self.router_url and not _URL.fullmatch(self.router_url):
+            raise ValueError(f"router_url is {self.router_url!r}: give http://host:port")
+        return self
 
     @model_validator(mode="after")
     def _deadlines_nest(self) -> ProducerConfig:

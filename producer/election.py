@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -32,6 +32,8 @@ class Phase(StrEnum):
     PERIODIC = "periodic"
     FINAL = "final"
     """After the run has ended, once for each version it ended with."""
+    CHECKPOINT = "checkpoint"
+    """By hand, of a model that was saved; nobody is elected for it."""
 
 
 class Turn(StrEnum):
@@ -60,13 +62,13 @@ class Election:
         answer, wait_ms = await _CLAIM(self._client, keys=[self._records, self._lock], args=[phase, version, self._token, int(TTL_S * 1000), self._every_ms])
         return Turn(answer.decode()), int(wait_ms) / 1000
 
-    async def record(self, phase: Phase, version: str, fields: Mapping[str, JsonValue]) -> bool:
-        """Put the result into the audit stream and give the lock back; False if the lock was lost meanwhile, and nothing was recorded."""
-        return await self._end(phase, version, "eval", orjson.dumps(dict(fields)))
+    async def record(self, phase: Phase, version: str, results: Sequence[Mapping[str, JsonValue]]) -> bool:
+        """Put the results, one of each set, into the audit stream and give the lock back; False if the lock was lost meanwhile, and nothing was recorded."""
+        return await self._end(phase, version, "eval", *results)
 
     async def record_failure(self, phase: Phase, version: str, fields: Mapping[str, JsonValue]) -> bool:
         """As `record`, for an evaluation that is given up: the audit event is `eval_failed`, which has no figure that a reader could take for a result."""
-        return await self._end(phase, version, "eval_failed", orjson.dumps(dict(fields)))
+        return await self._end(phase, version, "eval_failed", fields)
 
     async def holding(self, phase: Phase, version: str, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, with the lock that `claim` gave renewed meanwhile; None if it went to another process, and `work` was cancelled.
@@ -84,7 +86,7 @@ class Election:
         finally:
             with contextlib.suppress(RedisUnavailable, TimeoutError):  # it expires by itself
                 async with asyncio.timeout(_GIVE_BACK_S):
-                    await self._end("", "", "", b"{}")
+                    await self._end("", "", "")
         return None
 
     async def _renew(self, phase: Phase, version: str) -> None:
@@ -95,9 +97,9 @@ class Election:
                 if answer is not Turn.MINE:
                     raise _ElectionLost
 
-    async def _end(self, phase: str, version: str, op: str, fields: bytes) -> bool:
+    async def _end(self, phase: str, version: str, op: str, *events: Mapping[str, JsonValue]) -> bool:
         keys = [self._records, self._lock, self._keys.audit, self._keys.wakeups]
-        return bool(await _END(self._client, keys=keys, args=[phase, version, self._token, fields, op]))
+        return bool(await _END(self._client, keys=keys, args=[phase, version, self._token, op, *(orjson.dumps(dict(fields)) for fields in events)]))
 
 
 class _ElectionLost(Exception):

@@ -9,18 +9,16 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 
 from producer.config import EvalConfig
 from producer.election import Election, Phase, Turn
 from producer.engine.client import Sampling
+from producer.held_out import Demand, HeldOut, Outcome, answer_all
 from producer.outage import through_outage
-from producer.pool import EnginePool
-from producer.rewards import Reward
+from producer.pinning import Pinning
 from producer.sampler import Sampler
-from producer.source import Chosen, PromptSet
-from protocol.errors import SampleFailed
+from protocol.errors import RedisUnavailable, VersionGone
 from protocol.messages import JsonValue
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups
@@ -32,56 +30,40 @@ _FIRST_TRIES = 3
 """After so many first evaluations of which nothing came, each producer lets the run begin without one: training is worth more than its first figure."""
 
 
-@dataclass(slots=True)
-class _Tally:
-    rewards: list[Reward] = field(default_factory=list)
-    versions: set[Version] = field(default_factory=set)
-    failed: int = 0
-    problem: str = ""
-
-    def fields(self, phase: Phase, *, seconds: float, producer_id: str) -> dict[str, JsonValue]:
-        count = len(self.rewards)
-        return {
-            "phase": phase.value,
-            "versions": [str(version) for version in sorted(self.versions)],
-            "samples": count,
-            "reward": sum(reward.value for reward in self.rewards) / count,
-            "exact": sum(reward.is_exact for reward in self.rewards) / count,
-            "failed": self.failed,
-            "seconds": round(seconds, 3),
-            "producer_id": producer_id,
-        }
-
-
 class Evaluation:
-    """The held-out rows of one producer and its part in evaluating them."""
+    """The held-out sets of one producer and its part in evaluating them. All sets of an evaluation are asked of the same version."""
 
     def __init__(
         self,
         config: EvalConfig,
-        prompts: PromptSet,
+        sets: Sequence[HeldOut],
         *,
         sampler: Sampler,
         sampling: Sampling,
-        pool: EnginePool,
+        pinning: Pinning,
         election: Election,
         wakeups: Wakeups,
         producer_id: str,
         redis_deadline_s: float,
     ) -> None:
         self._config = config
-        self._prompts = prompts
+        self._sets = sets
         self._sampler = sampler
         self._sampling = sampling
-        self._pool = pool
+        self._pinning = pinning
         self._election = election
         self._wakeups = wakeups
         self._producer_id = producer_id
         self._deadline_s = redis_deadline_s
 
+    @property
+    def holds_up(self) -> bool:
+        """Whether training waits for the first evaluation, which is of what was there before it: engines of the evaluation's own keep that beside training."""
+        return not self._pinning.separate
+
     async def first(self) -> None:
-        """Return once the first evaluation is recorded, by whomever, as failed if it came to nothing for several times. Until then nothing is generated for
-        training.
+        """Return once the first evaluation is recorded, by whomever, as failed if it came to nothing for several times. Where it `holds_up`, nothing is
+        generated for training until then.
         """
         tries = 0
         while True:
@@ -116,67 +98,92 @@ class Evaluation:
                     mark = self._wakeups.mark(Topic.RUN)
                     claim, wait_s = await self._claim(Phase.FINAL, version)
                     if claim is Turn.MINE:
-                        await self._evaluate(Phase.FINAL, await self._best(version), version)
+                        await self._evaluate(Phase.FINAL, version)
                     if claim in (Turn.MINE, Turn.DONE):
                         return
                     await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=min(wait_s, RECHECK_S))
         except TimeoutError:
             _LOG.warning("the final evaluation was not done in %g s", 2 * self._config.final_deadline_seconds)
 
-    async def _best(self, version: Version) -> Version | None:
-        """`version` once an engine serves it; after the deadline, anything on the line."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.final_deadline_seconds):
-                self._pool.release(await self._pool.acquire(version), answered=False)
-                return version
-        _LOG.warning("no engine serves the final version %s; evaluating what there is", version)
-        return None
-
     async def _claim(self, phase: Phase, version: Version | None = None) -> tuple[Turn, float]:
         text = "" if version is None else str(version)
         return await through_outage(lambda: self._election.claim(phase, text), deadline_s=self._deadline_s)
 
-    async def _evaluate(self, phase: Phase, min_version: Version | None, version: Version | None = None, *, give_up: bool = False) -> bool:
+    async def _evaluate(self, phase: Phase, version: Version | None, *, give_up: bool = False) -> bool:
         """Evaluate and record, while the lock is ours; False if nothing came of it. `give_up`: then record that, and it is over."""
         text = "" if version is None else str(version)
 
         async def work() -> bool:
             began = time.monotonic()
-            tally = await self._sample_all(phase, min_version)
-            if not tally.rewards:
-                _LOG.warning("evaluation (%s) failed for all %d samples, the last one: %s", phase, tally.failed, tally.problem)
+            outcomes, problem = await self._outcomes(phase, version)
+            failed = sum(outcome.failed for outcome in outcomes)
+            if not any(outcome.answers for outcome in outcomes):
+                _LOG.warning("evaluation (%s) failed: %s", phase, problem)
                 if not give_up:
                     return False
-                _LOG.warning("the run begins without a first evaluation")
-                failure: dict[str, JsonValue] = {"phase": phase.value, "failed": tally.failed, "problem": tally.problem[:500], "producer_id": self._producer_id}
+                _LOG.warning("the run goes on without a first evaluation")
+                failure: dict[str, JsonValue] = {"phase": phase.value, "failed": failed, "problem": problem[:500], "producer_id": self._producer_id}
                 return await through_outage(lambda: self._election.record_failure(phase, text, failure), deadline_s=self._deadline_s)
-            fields = tally.fields(phase, seconds=time.monotonic() - began, producer_id=self._producer_id)
-            _LOG.info(
-                "evaluation (%s) of %s: reward %.3f, exact %.3f", phase, ",".join(str(v) for v in sorted(tally.versions)), fields["reward"], fields["exact"]
-            )
-            return await through_outage(lambda: self._election.record(phase, text, fields), deadline_s=self._deadline_s)
+            seconds = round(time.monotonic() - began, 3)
+            fields = [outcome.fields() for outcome in outcomes if outcome.answers]
+            results = [{"phase": phase.value, **of_set, "seconds": seconds, "producer_id": self._producer_id} for of_set in fields]
+            for result in results:
+                _LOG.info("evaluation (%s) of %s on %s: reward %.3f, exact %.3f", phase, *(result[name] for name in ("versions", "set", "reward", "exact")))
+            return await through_outage(lambda: self._election.record(phase, text, results), deadline_s=self._deadline_s)
 
         return bool(await self._election.holding(phase, text, work()))
 
-    async def _sample_all(self, phase: Phase, min_version: Version | None) -> _Tally:
-        tally = _Tally()
-        rows = iter(range(len(self._prompts)))  # shared by the workers: each row is taken once
-        async with asyncio.TaskGroup() as workers:
-            for i in range(min(self._config.concurrency, len(self._prompts))):
-                workers.create_task(self._work(rows, phase, min_version, tally), name=f"producer:eval-{phase}-{i}")
-        return tally
+    async def _outcomes(self, phase: Phase, version: Version | None) -> tuple[list[Outcome], str]:
+        """One outcome a set, and why something failed, if anything did."""
+        outcomes: list[Outcome] = []
+        try:
+            async with self._demand(phase, version) as demand, asyncio.timeout(self._config.deadline_seconds if demand.pinned else None):
+                for held_out in self._sets:
+                    outcome = await answer_all(
+                        held_out,
+                        demand,
+                        sampler=self._sampler,
+                        sampling=self._sampling,
+                        concurrency=self._config.concurrency,
+                        rid=f"{self._producer_id}-eval-{phase}-{held_out.name}",
+                    )
+                    outcomes.append(outcome)
+        except (VersionGone, RedisUnavailable) as problem:  # the second: its files were not held meanwhile
+            return [], str(problem)
+        except TimeoutError:
+            return [], f"engines of its own did not do it within eval.deadline_seconds = {self._config.deadline_seconds:g}"
+        return outcomes, "; ".join(_failure(outcome) for outcome in outcomes if outcome.failed)
 
-    async def _work(self, rows: Iterator[int], phase: Phase, min_version: Version | None, tally: _Tally) -> None:
-        for index in rows:
-            row, ids = self._prompts.rows[index], self._prompts.ids(index)
-            chosen = Chosen(f"{self._prompts.path.name}:{row.line}", row, ids)
-            try:
-                sampled = await self._sampler.sample(
-                    chosen, ids.tolist(), min_version=min_version, sampling=self._sampling, rid=f"{self._producer_id}-eval-{phase}-{index}"
-                )
-            except SampleFailed as problem:
-                tally.failed += 1
-                tally.problem = str(problem)
-                continue
-            tally.rewards.append(sampled.reward)
-            tally.versions.update(span.version for span in sampled.rollout.spans)
+    @contextlib.asynccontextmanager
+    async def _demand(self, phase: Phase, version: Version | None) -> AsyncIterator[Demand]:
+        """What the evaluation of `phase` asks for, with engines that can meet it. Raises: as `Pinning.pinned`."""
+        if not self._pinning.separate:
+            yield await (self._final(version) if version is not None else self._pinning.shared())
+        elif version is None:
+            newest = await self._pinning.newest()
+            chosen = await self._pinning.starting(newest) if phase is Phase.FIRST else newest
+            async with self._pinning.pinned(chosen, within_s=self._config.deadline_seconds) as demand:
+                yield demand
+        else:
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    pinned = self._pinning.pinned(version, within_s=self._config.final_deadline_seconds / 2)
+                    demand = await stack.enter_async_context(pinned)
+                except (TimeoutError, VersionGone) as problem:
+                    _LOG.warning(
+                        "no engine of the evaluation's own serves the final version %s (%s): the run's are asked", version, str(problem) or "no time left"
+                    )
+                    demand = await self._final(version)
+                yield demand
+
+    async def _final(self, version: Version) -> Demand:
+        """On `version` once an engine of the run serves it; after the deadline, on anything on the line."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.final_deadline_seconds):
+                return await self._pinning.shared(version)
+        _LOG.warning("no engine serves the final version %s; evaluating what there is", version)
+        return await self._pinning.shared()
+
+
+def _failure(outcome: Outcome) -> str:
+    return f"{outcome.failed} of {len(outcome.held_out.prompts)} samples of {outcome.held_out.name}, the last one: {outcome.problem}"

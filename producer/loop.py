@@ -70,6 +70,7 @@ class ProducerLoop:
             background = [
                 group.create_task(self._close_on(stop), name="producer:signals"),
                 group.create_task(pool.watch(), name="producer:engines"),
+                group.create_task(sampler.watch(), name="producer:progress"),
                 group.create_task(self._heartbeats(work, pool, sampler), name="producer:heartbeats"),
                 group.create_task(self._measure_lag(), name="producer:lag"),
             ]
@@ -80,18 +81,25 @@ class ProducerLoop:
 
     async def _live(self, stop: asyncio.Event, ledger: Ledger, work: GroupWork, evaluation: Evaluation | None) -> None:
         status = await self._status(ledger)
-        if evaluation is not None and status.trained == 0 and status.state is RunState.OPEN:
+        first = evaluation is not None and status.trained == 0 and status.state is RunState.OPEN
+        if evaluation is not None and first and evaluation.holds_up:
             self._first_since = time.time()
             await unless(self.closing, evaluation.first(), name="producer:first-evaluation")
             self._first_since = 0.0
         async with asyncio.TaskGroup() as group:
-            periodic = group.create_task(evaluation.periodic(), name="producer:evaluation") if evaluation is not None else None
+            beside = group.create_task(self._beside(evaluation, first), name="producer:evaluation") if evaluation is not None else None
             await work.run(lambda: 0.0 if self._ended else self._config.drain_seconds)
-            if periodic is not None:
-                periodic.cancel()
+            if beside is not None:
+                beside.cancel()
         if evaluation is not None and self._ended and not stop.is_set():
             status = await self._status(ledger)
             await unless(stop, evaluation.final(Version(status.incarnation, status.trained)), name="producer:final-evaluation")
+
+    async def _beside(self, evaluation: Evaluation, first: bool) -> None:
+        """Evaluations while groups are made."""
+        if first and not evaluation.holds_up:
+            await evaluation.first()
+        await evaluation.periodic()
 
     async def _status(self, ledger: Ledger) -> LedgerStatus:
         status = await through_outage(ledger.status, deadline_s=self._deadline_s)
@@ -108,6 +116,7 @@ class ProducerLoop:
         """Renew what is held, and say that we are here, for ever. Waits for: time."""
         while True:
             await work.renew()
+            work.adapt(pool.loads)
             status = self._report(work, pool, sampler)
             self._stalls.see(status.waiting_for, status.waiting_since, time.time())
             await through_outage(lambda: self._presence.beat(self._here.producer_id, status), deadline_s=self._deadline_s)  # noqa: B023 - awaited at once
@@ -129,6 +138,7 @@ class ProducerLoop:
             groups_failed=work.tally.failed,
             samples_retried=sampler.retried,
             generated_tokens=work.tally.new_tokens,
+            inflight_limit=work.inflight_limit,
             loop_lag_ms=round(lag_s * 1000, 1),
         )
 

@@ -25,11 +25,13 @@ from buffer.watchdog import EdgeLog
 from producer.config import ProducerDaemonConfig, RolloutOnlyConfig
 from producer.draft import Decode
 from producer.election import Election
-from producer.engine.client import KEEP_ALIVE_S, EngineClient, Sampling
+from producer.engine.client import EngineClient, Sampling, open_session
 from producer.engine.key import engine_key
 from producer.evaluation import Evaluation
+from producer.held_out import HeldOut, read_held_out
 from producer.loop import BEAT_S, ProducerLoop
 from producer.outage import through_outage
+from producer.pinning import Pinning
 from producer.pool import EnginePool
 from producer.rewards import Grader, make_grader
 from producer.rollout import GroupMaker
@@ -60,10 +62,23 @@ def main() -> int:
     parser.add_argument("--index", type=int, default=None, metavar="I", help="call this producer producer-I in status and metrics")
     parser.add_argument("--rollout-only", metavar="WHERE", help="without a trainer: make the run, record its groups in this folder or URL, train nothing")
     parser.add_argument("--groups", type=int, metavar="N", help="with --rollout-only: end once the run has recorded N groups, over restarts")
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run producer.count producers, or the one of --index, as actors on a Ray cluster; default: ray.address, else auto",
+    )
     options = parser.parse_args()
     if options.groups is not None and (options.rollout_only is None or options.groups < 1):
         parser.error("--groups goes with --rollout-only, and is at least 1")
-    return run_daemon("rl-producer", lambda stop: produce(options, stop))
+    if options.ray is None:
+        return run_daemon("rl-producer", lambda stop: produce(options, stop))
+    if options.rollout_only is not None:
+        parser.error("--rollout-only makes a run of its own, on one machine: leave out --ray")
+    from producer.ray_fleet import produce_on_ray
+
+    return run_daemon("rl-producer --ray", lambda stop: produce_on_ray(options, stop))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +88,7 @@ class Prepared:
     identity: RunIdentity
     grader: Grader
     prompts: PromptSet
-    held_out: PromptSet | None
+    held_out: tuple[HeldOut, ...]
     decode: Decode
 
 
@@ -85,10 +100,7 @@ def prepare(config: ProducerDaemonConfig) -> Prepared:
     encoder = PromptEncoder(config.model.path)
     most = config.rollout.max_prompt_tokens
     prompts = PromptSet("data.path", config.data.path, rows, encoder, max_tokens=most)
-    held_out = None
-    if config.eval.path:
-        rows = read_rows("eval.path", config.eval.path, config.data, label_fault=grader.label_fault, limit=config.eval.samples)
-        held_out = PromptSet("eval.path", config.eval.path, rows, encoder, max_tokens=most)
+    held_out = read_held_out(config.eval, config.data, grader=grader, encoder=encoder, max_tokens=most)
     return Prepared(identity=identity, grader=grader, prompts=prompts, held_out=held_out, decode=encoder.decode)
 
 
@@ -144,7 +156,7 @@ class _Member:
 
         await unless(stop, join(), name="producer:join")
         if settings is not None:
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=300, keepalive_timeout=KEEP_ALIVE_S)) as session:
+            async with open_session() as session:
                 await self._work(stop, ledger, settings, session)
 
     async def _join(self, ledger: Ledger) -> BufferConfig:
@@ -177,8 +189,17 @@ class _Member:
         loop = ProducerLoop(
             config.producer, self._here, presence=self._presence, slot_s=settings.slot_seconds, redis_deadline_s=deadline_s, stall_s=config.run.stall_seconds
         )
-        pool = EnginePool(Registry(self._client, self._keys), ledger, self._wakeups, deadline_s=deadline_s, on_status=loop.on_status)
-        sampler = Sampler(pool=pool, client=EngineClient(session, engine_key()), grader=prepared.grader, config=config.producer, decode=prepared.decode)
+        client = EngineClient(session, engine_key(), stream=config.producer.stream, progress_s=config.producer.progress_seconds)
+        pool = EnginePool(
+            Registry(self._client, self._keys),
+            ledger,
+            self._wakeups,
+            deadline_s=deadline_s,
+            router_url=config.producer.router_url,
+            on_status=loop.on_status,
+            on_engines=client.progress.heard,
+        )
+        sampler = Sampler(pool=pool, client=client, grader=prepared.grader, config=config.producer, decode=prepared.decode)
         rollout = config.rollout
         sampling = Sampling(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop=rollout.stop)
         blobs = open_storage(settings, config.run.name).blobs
@@ -205,13 +226,22 @@ class _Member:
             on_run_ended=loop.on_run_ended,
         )
         evaluation = None
-        if prepared.held_out is not None:
+        if prepared.held_out:
             evaluation = Evaluation(
                 config.eval,
                 prepared.held_out,
                 sampler=sampler,
                 sampling=dataclasses.replace(sampling, temperature=0.0, max_new_tokens=config.eval.max_new_tokens or rollout.max_new_tokens),
-                pool=pool,
+                pinning=Pinning(
+                    self._client,
+                    self._keys,
+                    holder=self._here.producer_id,
+                    ledger=ledger,
+                    pool=pool,
+                    wakeups=self._wakeups,
+                    separate=config.eval.engines > 0,
+                    redis_deadline_s=deadline_s,
+                ),
                 election=Election(self._client, self._keys, every_s=config.eval.every_seconds),
                 wakeups=self._wakeups,
                 producer_id=self._here.producer_id,

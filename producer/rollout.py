@@ -78,7 +78,7 @@ class GroupMaker:
             async with asyncio.TaskGroup() as siblings:
                 tasks = [
                     siblings.create_task(
-                        self._sampler.sample(chosen, prompt, min_version=slot.min_version, sampling=self._sampling, rid=f"{rid}-{i}"),
+                        self._sampler.sample(chosen, prompt, min_version=slot.min_version, sampling=self._sampling, rid=f"{rid}-{i}", prefix=rid),
                         name=f"producer:sample-{slot.seq}-{i}",
                     )
                     for i in range(self._group_size)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from buffer.client import ProducerBuffer
 from buffer.contract import Slot
 from producer.outage import through_outage
+from producer.pace import Load, Pace
 from producer.rollout import Finished, GroupMaker, Refused
 from producer.source import PromptSource
 from producer.stopping import unless
@@ -53,7 +54,7 @@ class _Closing(Exception):
 
 
 class GroupWork:
-    """Keeps up to `max_inflight` groups under way until `closing` is set.
+    """Keeps up to `max_inflight` groups under way, or as many as the engines can hold (`adapt`), until `closing` is set.
 
     Invariant: every slot the buffer holds for this process belongs to a group here, from its reserve to its put or release.
     """
@@ -73,7 +74,7 @@ class GroupWork:
         self._buffer = buffer
         self._source = source
         self._maker = maker
-        self._max_inflight = max_inflight
+        self._pace = Pace(most=max_inflight)
         self._max_bytes = max_bytes
         self._deadline_s = redis_deadline_s
         self._closing = closing
@@ -104,9 +105,9 @@ class GroupWork:
     # slots --------------------------------------------------------------------------------------------------------------------
 
     async def _intake(self, tasks: asyncio.TaskGroup) -> None:
-        """Reserve whatever is free whenever it is. Waits for: room, slots. Unblocked by: finished groups, wake-ups `slot` and `run`, closing."""
+        """Reserve whatever is free whenever it is. Waits for: room, slots. Unblocked by: finished groups, emptier engines, wake-ups, closing."""
         while not self._closing.is_set():
-            free = self._max_inflight - len(self._groups)
+            free = self._pace.limit - len(self._groups)
             if free < 1:
                 self._room.clear()
                 await unless(self._closing, self._room.wait(), name="producer:room")
@@ -136,6 +137,17 @@ class GroupWork:
             raise _Closing
         if edge is not self.waiting_for:
             self.waiting_for, self.waiting_since = edge, time.time()
+
+    def adapt(self, loads: Sequence[Load]) -> None:
+        """Look at how full the engines are, and have more or fewer groups under way from now on."""
+        before = self._pace.limit
+        if self._pace.seen(loads, inflight=len(self._groups)) > before:
+            self._room.set()
+
+    @property
+    def inflight_limit(self) -> int:
+        """Groups that the load of the engines allows; 0: not limited by it."""
+        return 0 if self._pace.limit == self._pace.most else self._pace.limit
 
     async def renew(self) -> None:
         """One heartbeat of exactly the slots that are held (rule S2); groups whose slots are lost stop."""

@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 
 import uvloop
@@ -38,7 +39,8 @@ def arguments(prog: str, description: str) -> argparse.ArgumentParser:
 def run_daemon(role: str, body: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """Run `body(stop)` under uvloop and return the exit code: 0 drained, 1 fault, 2 bad configuration, 3 replaced, 75 try again.
 
-    SIGTERM and SIGINT set `stop`; the body then drains to its own deadline and returns. A second signal ends the process at once, with exit code 1.
+    SIGTERM and SIGINT set `stop`; the body then drains to its own deadline and returns. A second signal ends the process at once, with exit code 1. In another
+    thread than the first, where no signal is ever heard, whoever started it must keep `stop` from the body and set it.
     """
     level = os.environ.get("ROLLSTREAM_LOG", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
@@ -70,8 +72,9 @@ async def _with_signals(body: Callable[[asyncio.Event], Awaitable[None]]) -> Non
             os._exit(EXIT_FAULT)
         stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
     await body(stop)
 
 

@@ -7,10 +7,11 @@ Layout of the frame, G rollouts of T tokens together and S spans: `lengths` [G],
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, cast, get_type_hints, overload
+from typing import Any, TypeAlias, cast, get_type_hints, overload
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from protocol.arrays import Array, FloatArray, IntArray, MaskArray, pack, unpack
 from protocol.errors import DecodeError
 from protocol.fields import reader
 from protocol.frames import MAX_FRAME_BYTES, compress_frame, decompress_frame, open_frame, write_frame
+from protocol.group_frame import read_in_place
 from protocol.messages import JsonValue, Rollout, RolloutGroup, Span
 from protocol.versions import Version
 
@@ -26,9 +28,56 @@ _TOKEN_BYTES, _SPAN_BYTES = 4 + 1 + 4, 5 * 4
 _ROLLOUT_BYTES = 256
 """Upper bound of what a rollout adds to the payload beside its arrays: reward, finish reason, engine id (bounded), map keys."""
 _GROUP_BYTES = 1024
+_ARRAYS = {"lengths": ("<i4", 1), "tokens": ("<i4", 1), "mask": ("|u1", 1), "logprobs": ("<f4", 1), "rewards": ("<f8", 1), "spans": ("<i4", 2)}
+"""Dtype and dimensions."""
 _TEXT = reader(str)
 _METADATA = reader(get_type_hints(Rollout)["metadata"])
 _NOTHING: dict[str, JsonValue] = {}
+_Facts: TypeAlias = tuple[str, str, Mapping[str, JsonValue]]
+"""Finish reason, engine id and metadata of a rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Columns:
+    """The rollouts of a group end to end, as its payload has them.
+
+    Shapes: T tokens of G rollouts together, S spans. Every invariant of `Rollout` holds.
+    """
+
+    lengths: Sequence[int]
+    """[G]"""
+    tokens: IntArray
+    """[T] int32"""
+    mask: MaskArray
+    """[T] uint8"""
+    logprobs: FloatArray
+    """[T] float32"""
+    spans: IntArray
+    """[S, 5] int32 rows of (rollout, incarnation, n, start, end); those of one rollout ascend."""
+    rewards: Sequence[float]
+    """[G]"""
+
+
+def columns(group: RolloutGroup) -> Columns:
+    """The group's rollouts end to end. Of a decoded group no rollout is made and nothing is copied: the arrays are views of its payload, at any address.
+
+    Raises: `ValueError` for arrays of one rollout that differ in length (a bug in the caller).
+    """
+    rollouts = group.rollouts
+    if isinstance(rollouts, _Rollouts):
+        return rollouts.columns
+    for i, r in enumerate(rollouts):
+        if not len(r.tokens) == len(r.mask) == len(r.logprobs):
+            raise ValueError(f"rollout {i} has {len(r.tokens)} tokens, {len(r.mask)} mask values and {len(r.logprobs)} logprobs: they must be one each")
+    spans = [(i, s.version.incarnation, s.version.n, s.start, s.end) for i, r in enumerate(rollouts) for s in r.spans]
+    return Columns(
+        lengths=[len(r.tokens) for r in rollouts],
+        tokens=_concatenate([r.tokens for r in rollouts], "<i4"),
+        mask=_concatenate([r.mask for r in rollouts], "|u1"),
+        logprobs=_concatenate([r.logprobs for r in rollouts], "<f4"),
+        spans=np.array(spans, dtype="<i4").reshape(-1, 5),
+        rewards=[r.reward for r in rollouts],
+    )
 
 
 def payload_bound(*, group_size: int, prompt_tokens: int, new_tokens: int) -> int:
@@ -42,21 +91,17 @@ def encode_group(group: RolloutGroup, *, compress: bool = False) -> bytes:
 
     Raises: `ValueError` for arrays of one rollout that differ in length (a bug in the caller).
     """
-    rollouts = group.rollouts
-    for i, r in enumerate(rollouts):
-        if not len(r.tokens) == len(r.mask) == len(r.logprobs):
-            raise ValueError(f"rollout {i} has {len(r.tokens)} tokens, {len(r.mask)} mask values and {len(r.logprobs)} logprobs: they must be one each")
-    spans = [(i, s.version.incarnation, s.version.n, s.start, s.end) for i, r in enumerate(rollouts) for s in r.spans]
+    laid = columns(group)
     frame = write_frame(
         _KIND,
         {
-            "lengths": pack(np.array([len(r.tokens) for r in rollouts], dtype="<i4")),
-            "tokens": pack(_concatenate([r.tokens for r in rollouts], "<i4")),
-            "mask": pack(_concatenate([r.mask for r in rollouts], "|u1")),
-            "logprobs": pack(_concatenate([r.logprobs for r in rollouts], "<f4")),
-            "spans": pack(np.array(spans, dtype="<i4").reshape(-1, 5)),
-            "rewards": pack(np.array([r.reward for r in rollouts], dtype="<f8")),
-            "rollouts": [{"finish_reason": r.finish_reason, "engine_id": r.engine_id, "metadata": dict(r.metadata)} for r in rollouts],
+            "lengths": pack(np.array(laid.lengths, dtype="<i4")),
+            "tokens": pack(laid.tokens),
+            "mask": pack(laid.mask),
+            "logprobs": pack(laid.logprobs),
+            "spans": pack(laid.spans),
+            "rewards": pack(np.array(laid.rewards, dtype="<f8")),
+            "rollouts": [{"finish_reason": r.finish_reason, "engine_id": r.engine_id, "metadata": dict(r.metadata)} for r in group.rollouts],
             "extras": {name: pack(array) for name, array in group.extras.items()},
         },
     )
@@ -69,57 +114,64 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
 
     Raises: `DecodeError` naming the field, `SchemaTooNew` for a newer major.
     """
-    body = open_frame(_KIND, decompress_frame(_KIND, data, max_bytes), max_bytes)
-    lengths = cast("list[int]", unpack_as(body.get("lengths"), "lengths", "<i4", 1).tolist())
-    tokens = cast("IntArray", unpack_as(body.get("tokens"), "tokens", "<i4", 1))
-    mask = cast("MaskArray", unpack_as(body.get("mask"), "mask", "|u1", 1))
-    logprobs = cast("FloatArray", unpack_as(body.get("logprobs"), "logprobs", "<f4", 1))
-    rewards = cast("list[float]", unpack_as(body.get("rewards"), "rewards", "<f8", 1).tolist())
+    arrays, rest = _entries(decompress_frame(_KIND, data, max_bytes), max_bytes)
+    tokens, mask, logprobs = cast("IntArray", arrays["tokens"]), cast("MaskArray", arrays["mask"]), cast("FloatArray", arrays["logprobs"])
+    lengths, rewards = cast("list[int]", arrays["lengths"].tolist()), cast("list[float]", arrays["rewards"].tolist())
     if lengths and min(lengths) < 0:
         raise DecodeError("lengths", "a negative length")
     starts = list(accumulate(lengths, initial=0))
     total = starts[-1]
-    arrays: Sequence[tuple[str, Array]] = (("tokens", tokens), ("mask", mask), ("logprobs", logprobs))
-    for name, array in arrays:
-        if len(array) != total:
-            raise DecodeError(name, f"{len(array)} entries, expected {total} by lengths")
+    for name in ("tokens", "mask", "logprobs"):
+        if len(arrays[name]) != total:
+            raise DecodeError(name, f"{len(arrays[name])} entries, expected {total} by lengths")
     if total and mask.max() > 1:
         raise DecodeError("mask", f"holds {mask.max()}, expected 0 and 1")
-    metas = body.get("rollouts")
+    metas = rest.get("rollouts")
     if not isinstance(metas, list) or len(metas) != len(lengths) or len(rewards) != len(lengths):
         raise DecodeError("rollouts", f"expected {len(lengths)} rollouts and rewards by lengths")
     facts = [_facts(meta, i) for i, meta in enumerate(metas)]
-    table = _span_table(body.get("spans"), lengths, starts, mask)
+    table = _check_spans(cast("IntArray", arrays["spans"]), lengths, starts, mask)
 
-    def make() -> Iterator[Rollout]:
-        for i, (spans, (finish_reason, engine_id, metadata)) in enumerate(zip(_spans(table, len(lengths)), facts, strict=True)):
-            cut = slice(starts[i], starts[i + 1])
-            yield Rollout(
-                tokens=tokens[cut],
-                mask=mask[cut],
-                logprobs=logprobs[cut],
-                spans=tuple(spans),
-                reward=rewards[i],
-                finish_reason=finish_reason,
-                engine_id=engine_id,
-                metadata=metadata,
-            )
+    laid = Columns(lengths=lengths, tokens=tokens, mask=mask, logprobs=logprobs, spans=table, rewards=rewards)
+    return RolloutGroup(rollouts=_Rollouts(laid, facts), extras=_extras(rest.get("extras", {})))
 
-    return RolloutGroup(rollouts=_Rollouts(len(lengths), make), extras=_extras(body.get("extras", {})))
+
+def _entries(frame: bytes | memoryview, max_bytes: int) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
+    """The arrays of a frame and its other entries, whoever wrote it."""
+    if len(frame) <= max_bytes and (read := read_in_place(frame)):
+        return read
+    body = open_frame(_KIND, frame, max_bytes)
+    return {name: unpack_as(body.get(name), name, dtype, dimensions) for name, (dtype, dimensions) in _ARRAYS.items()}, body
 
 
 class _Rollouts(Sequence[Rollout]):
     """A tuple of rollouts that is made when somebody first looks into it: half of decoding a group would be making its objects."""
 
-    def __init__(self, count: int, make: Callable[[], Iterable[Rollout]]) -> None:
-        self._count, self._make = count, make
+    def __init__(self, laid: Columns, facts: Sequence[_Facts]) -> None:
+        self.columns, self._facts = laid, facts
 
     @cached_property
     def _made(self) -> tuple[Rollout, ...]:
         return tuple(self._make())
 
+    def _make(self) -> Iterator[Rollout]:
+        laid, end = self.columns, 0
+        for length, reward, spans, facts in zip(laid.lengths, laid.rewards, _spans(laid.spans, len(laid.lengths)), self._facts, strict=True):
+            start, end = end, end + length
+            finish_reason, engine_id, metadata = facts
+            yield Rollout(
+                tokens=laid.tokens[start:end],
+                mask=laid.mask[start:end],
+                logprobs=laid.logprobs[start:end],
+                spans=tuple(spans),
+                reward=reward,
+                finish_reason=finish_reason,
+                engine_id=engine_id,
+                metadata=metadata,
+            )
+
     def __len__(self) -> int:
-        return self._count
+        return len(self.columns.lengths)
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self._made)
@@ -139,8 +191,7 @@ def _concatenate(arrays: list[Any], dtype: str) -> Any:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
 
 
-def _facts(meta: object, rollout: int) -> tuple[str, str, Mapping[str, JsonValue]]:
-    """Finish reason, engine id and metadata."""
+def _facts(meta: object, rollout: int) -> _Facts:
     if not isinstance(meta, dict):
         raise DecodeError(f"rollouts[{rollout}]", f"expected a map, got {type(meta).__name__}")
     finish_reason, engine_id, metadata = meta.get("finish_reason", "stop"), meta.get("engine_id", ""), meta.get("metadata", _NOTHING)
@@ -159,11 +210,10 @@ def _extras(wire: object) -> dict[str, Array]:
     return {cast("str", _TEXT(name, "extras key")): unpack(array, f"extras.{name}") for name, array in wire.items()}
 
 
-def _span_table(wire: object, lengths: Sequence[int], starts: Sequence[int], mask: MaskArray) -> IntArray:
+def _check_spans(table: IntArray, lengths: Sequence[int], starts: Sequence[int], mask: MaskArray) -> IntArray:
     """[S, 5]; inside each rollout its spans are disjoint and ascending, and every token with mask 1 lies in one. One that may enter a loss must have a version,
     or no guard could judge it (rule V2).
     """
-    table = cast("IntArray", unpack_as(wire, "spans", "<i4", 2))
     if table.shape[1] != 5:
         raise DecodeError("spans", f"shape {list(table.shape)}, expected [spans, 5]")
     floors, count = [0] * len(lengths), len(lengths)

@@ -92,6 +92,16 @@ class Keys:
         """Hash: "role:id" → "boot|expires_ms": whose memory lies on shared devices."""
         return self.key("turn:holders")
 
+    @property
+    def eval_aim(self) -> str:
+        """String: the version that the engines of the evaluation's own are asked to serve."""
+        return self.key("eval:aim")
+
+    @property
+    def placement(self) -> str:
+        """Hash: the placement group of a run on Ray, and which of its bundles each actor has."""
+        return self.key("placement")
+
     # presence of producers and trainers
     def presence(self, role: str) -> str:
         """Hash: member id → encoded status; its expiry lies in `presence_deadline`."""

@@ -46,8 +46,11 @@ class Seen:
     state: EngineState | None
     """Of this boot in the registry; None: not registered."""
     newest: Version | None = None
+    """What this engine is to go for: the newest version; in the fleet that evaluates, what it is asked for."""
     acked: Version | None = None
     """The version this boot acked, as the registry remembers it."""
+    published: Version | None = None
+    """What it would go for if it could have deltas."""
     manifest: Manifest | None = None
     """Of the newest version, where that is to be applied and its manifest is not the one at hand."""
 
@@ -61,29 +64,32 @@ class Claim:
         self._who = (engine_id, boot_nonce)
         self.owner = uuid.uuid4().hex
 
-    async def look(self, at_hand: Version | None) -> Seen | Locked:
+    async def look(self, at_hand: Version | None, *, whole: bool = False) -> Seen | Locked:
         """Renew the lock and read what there is to decide on; what may be taken is pinned in the same step (rule W5).
 
+        `whole`: this machine cannot make versions from deltas now, so it goes for the whole one that the newest is made from, if that is not older than what it
+        acked.
         Raises: `Superseded` when a newer boot has this engine id.
         """
         keys = self._keys
         raw = await _LOOK(
             self._client,
-            keys=[keys.engine_facts, keys.weights, keys.weight_pins, keys.reconcilers],
-            args=[*self._who, self.owner, int(LOCK_S * 1000), int(PIN_S * 1000), str(at_hand or "")],
+            keys=[keys.engine_facts, keys.weights, keys.weight_pins, keys.reconcilers, keys.eval_aim],
+            args=[*self._who, self.owner, int(LOCK_S * 1000), int(PIN_S * 1000), str(at_hand or ""), "1" if whole else "0"],
         )
-        verdict, *rest = (part.decode() if index < 4 else part for index, part in enumerate(raw))
+        verdict, *rest = (part.decode() if index < 5 else part for index, part in enumerate(raw))
         if verdict == "SUPERSEDED":
             raise Superseded(f"engine {self._who[0]}: a newer process registered this id; stop boot {self._who[1]}")
         if verdict == "LOCKED":
             return Locked(int(rest[0]) / 1000)
         if verdict == "UNKNOWN":
             return Seen(None)
-        state, newest, acked, manifest = rest
+        state, newest, acked, published, manifest = rest
         return Seen(
             EngineState(state),
             Version.parse(newest) if newest else None,
             Version.parse(acked) if acked else None,
+            Version.parse(published) if published else None,
             decode(Manifest, manifest) if manifest else None,
         )
 
@@ -100,6 +106,7 @@ class Claim:
         """The right to pause the engine for `valid_s` and load `version`, which is pinned so long, the lock with it.
 
         False: others are paused, or waiting with an older version (rule W8), or `version` was collected before this (rule W5).
+        `idle`: the engine has no request. It counts for one that is off the routes alone: on them a request may arrive before the pause does, or under it.
         `serving_share`: of the routable engines, so many go on decoding while this one, if it is routable, is paused; one may always be.
         Raises: `Superseded` when the lock is lost.
         """

@@ -147,6 +147,17 @@ class EngineControl:
         status, _ = await self._answer("POST", "/end_weight_update", {}, deadline_s)
         self._sessions = status != _GONE
 
+    async def release_memory(self, *, deadline_s: float = CALL_S) -> None:
+        """Free what the engine has on its device: weights, keys and values, captured graphs. Only while it is paused, and once: SGLang dies of anything else.
+
+        What the weights are after `resume_memory`, nobody knows. SGLang needs `--enable-memory-saver`; without it, it drops keys and values only.
+        """
+        await self._call("POST", "/release_memory_occupation", {}, deadline_s, once=True)
+
+    async def resume_memory(self, *, deadline_s: float = CALL_S) -> None:
+        """Have the memory again that was released. Only then: SGLang dies of a second time."""
+        await self._call("POST", "/resume_memory_occupation", {}, deadline_s, once=True)
+
     async def init_group(
         self, *, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str, deadline_s: float
     ) -> None:
@@ -238,7 +249,7 @@ class EngineControl:
 
 def _read(url: str, text: bytes) -> Mapping[str, Any]:
     try:
-        answer = orjson.loads(text) if text.strip() else {}
+        answer = (orjson.loads(text) if text.strip() else {}) or {}
     except ValueError:
         answer = {"message": text.decode(errors="replace")}
     if not isinstance(answer, dict):
@@ -249,6 +260,8 @@ def _read(url: str, text: bytes) -> Mapping[str, Any]:
 def _accepted(url: str, status: int, answer: Mapping[str, Any]) -> Mapping[str, Any]:
     if status >= 400:
         problem = answer.get("message") or answer.get("error") or answer
+        if isinstance(problem, dict):  # in some answers the words lie one level down
+            problem = problem.get("message") or problem
         raise ApplyFailed(f"{url} answered {status}: {problem!s:.300}")
     return answer
 

@@ -178,18 +178,37 @@ async def check_engines(
     manifest_of: Callable[[str], Awaitable[Manifest | None]],
     whole: Callable[[Manifest], Awaitable[Path]],
     deadline_s: float,
+    settled: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
-    """A finding for each engine, one engine at a time so that the others go on decoding.
+    """A finding for each engine, in order, one engine at a time so that the others go on decoding.
 
     `manifest_of`: the published version of this name, None if it is not kept any more. `whole`: the folder that holds it whole, read only if an engine computes
     in another type than it was published in; what that raises is passed on.
+    `settled`: hears of each finding once, as soon as no answer of another engine can change it: at once, unless engines are compared with each other.
     """
-    seen = [await look(engine, control_of(engine), deadline_s=deadline_s) for engine in engines]
-    held = [one for one in seen if isinstance(one, Held)]
+    seen: list[Held | Finding] = []
     published: dict[tuple[str, str], Checksums] = {}
-    for one in held:
-        if one.published_names and (one.version, one.dtype) not in published and (manifest := await manifest_of(one.version)) is not None:
+    for engine in engines:
+        one = await look(engine, control_of(engine), deadline_s=deadline_s)
+        seen.append(one)
+        if isinstance(one, Finding):
+            settled(one)
+            continue
+        of = one.version, one.dtype
+        if one.published_names and of not in published and (manifest := await manifest_of(one.version)) is not None:
             folder = None if _stays(manifest, one.dtype) else await whole(manifest)
-            published[one.version, one.dtype] = await asyncio.to_thread(checksums, manifest, one.dtype, folder)
-    found = iter(judge(held, published))
-    return [next(found) if isinstance(one, Held) else one for one in seen]
+            published[of] = await asyncio.to_thread(checksums, manifest, one.dtype, folder)
+        if _of_its_own(one, published):
+            settled(judge([one], published)[0])
+    held = [one for one in seen if isinstance(one, Held)]
+    found = judge(held, published)
+    for one, finding in zip(held, found, strict=True):
+        if not _of_its_own(one, published):
+            settled(finding)
+    rest = iter(found)
+    return [next(rest) if isinstance(one, Held) else one for one in seen]
+
+
+def _of_its_own(held: Held, published: Mapping[tuple[str, str], Checksums]) -> bool:
+    """Whether it is compared with what was published, and with no other engine."""
+    return held.published_names and (held.version, held.dtype) in published

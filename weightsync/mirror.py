@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import logging
 import os
@@ -44,6 +45,8 @@ PATIENCE_S = 30.0
 """A holder of the lock that has not made the version in so long may be stopped: the version is made beside it."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 0.1
 """Between two looks at work of another process: a file lock has no deadline and wakes nobody who could have one."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a disk without room says: copies that are only kept, and that no engine has, make room."""
 _MOST_RIGHT = 16
 """Of how many versions it is known that they were right; of others it is found out again when they are asked for."""
 Stopped: TypeAlias = Callable[[], bool]
@@ -67,7 +70,9 @@ class Mirror:
     def __init__(
         self, folder: str | os.PathLike[str], store: VersionStore, channel: Channel | None = None, *, keep: int = 2, bucket_bytes: int = 256 << 20
     ) -> None:
-        """`channel`: knows which versions engines hold and which is newest; without it only the newest `keep` copies stay."""
+        """`channel`: knows which versions engines hold and which is newest; without it only the newest `keep` copies stay. With it, a disk without room is
+        made to hold what engines have and the version asked for, and nothing else.
+        """
         self._local = DirectoryStore(folder, bucket_bytes=bucket_bytes)
         self._store = store
         self._channel = channel
@@ -96,30 +101,41 @@ class Mirror:
         """
         check_manifest(manifest)
         stop = threading.Event()
-        pause, alone_at = _FIRST_LOOK_S, time.monotonic() + PATIENCE_S
         try:
             async with asyncio.timeout(deadline_s):
-                while (found := await asyncio.to_thread(self._attempt, manifest, stop.is_set, alone=time.monotonic() > alone_at)) is None:
-                    await asyncio.sleep(pause)
-                    pause = min(_LAST_LOOK_S, pause * 1.5)
+                try:
+                    path, made = await self._attempts(manifest, stop.is_set)
+                except OSError as problem:
+                    if problem.errno not in _FULL or self._channel is None or not await self._collect(manifest.version, keep=0):
+                        raise
+                    path, made = await self._attempts(manifest, stop.is_set)
         finally:
             stop.set()  # a thread cannot be cancelled: it ends at the next file or slab, and frees the lock
-        path, made = found
         self.newest = max(self.newest or manifest.version, manifest.version)
         if made:
-            await self._collect(manifest.version)
+            await self._collect(manifest.version, keep=self._keep)
         return path
 
-    async def _collect(self, needed: Version) -> None:
-        """Delete copies that nobody needs: all but the newest few, `needed`, what engines hold, and what is newer than the newest (of a run before this)."""
+    async def _attempts(self, manifest: Manifest, stopped: Stopped) -> tuple[Path, bool]:
+        pause, alone_at = _FIRST_LOOK_S, time.monotonic() + PATIENCE_S
+        while (found := await asyncio.to_thread(self._attempt, manifest, stopped, alone=time.monotonic() > alone_at)) is None:
+            await asyncio.sleep(pause)
+            pause = min(_LAST_LOOK_S, pause * 1.5)
+        return found
+
+    async def _collect(self, needed: Version, *, keep: int) -> int:
+        """Delete copies that nobody needs: all but the newest `keep`, `needed`, what engines hold, and what is newer than the newest (of a run before this).
+
+        How many went.
+        """
         pinned: frozenset[Version] = frozenset()
         newest: Version | None = None
         if self._channel is not None:
             try:
                 newest, pinned = await self._channel.newest_version(), await self._channel.pinned()
             except Unavailable:  # not knowing what is held: the next version's turn
-                return
-        await asyncio.to_thread(self._drop, {needed, *pinned}, newest)
+                return 0
+        return await asyncio.to_thread(self._drop, {needed, *pinned}, newest, keep)
 
     def _attempt(self, manifest: Manifest, stopped: Stopped, *, alone: bool) -> tuple[Path, bool] | None:
         """The copy, and whether it was made now; None while another process is at work, unless it is not waited for any more (`alone`)."""
@@ -271,17 +287,19 @@ class Mirror:
         failpoint(Failpoint.RELAY_RENAMED)
         return target
 
-    def _drop(self, needed: Collection[Version], newest: Version | None) -> None:
+    def _drop(self, needed: Collection[Version], newest: Version | None, keep: int) -> int:
         with self._lock() as mine:
             if not mine:  # whoever holds it will do it
-                return
+                return 0
             here = self._local.versions()
             stale = {version for version in here if newest is not None and version > newest}
-            kept = sorted(set(here) - stale)[-self._keep :]
-            for version in here:
-                if version not in needed and version not in kept:
-                    self._local.delete(version)
-                    self._right.pop(version, None)
+            newer = sorted(set(here) - stale)
+            kept = {*needed, *newer[max(0, len(newer) - keep) :]}
+            gone = [version for version in here if version not in kept]
+            for version in gone:
+                self._local.delete(version)
+                self._right.pop(version, None)
+            return len(gone)
 
 
 def _weights(manifest: Manifest) -> tuple[object, ...]:

@@ -1,8 +1,8 @@
 """When an engine takes which version: the pure core of the reconciler. Events in, commands out; no clock, no socket.
 
     Wait ──seen──► Prepare(v) ──prepared──► Pause(v) ──granted──► Apply(v) ──applied──► Wait
-                       │ failed                 │ refused              │ failed: unfit
-                       └────────► Wait ◄────────┴──────────────────────┘ (backoff)
+                       │ failed                 │ refused              ├─ lapsed: look, and ask again
+                       └────────► Wait ◄────────┴──────────────────────┘ failed: unfit (backoff)
 
 Invariants: the target is always the newest version seen; an engine never goes back within an incarnation (rule V3); nothing is applied that was not prepared;
 what the engine holds is unknown at take-over and after a failure, so the next update is made in full whatever the registry says (rule W1);
@@ -111,6 +111,10 @@ class Core:
     def refused(self) -> None:
         self._refused = True
 
+    def lapsed(self) -> None:
+        """The right to pause was granted and ran out before it was used: whose the engine is now, a look tells."""
+        self._granted, self._refused = False, True
+
     def applied(self, version: Version, now: float) -> None:
         """Verified and acked."""
         self.serving = self._floor = version
@@ -133,6 +137,11 @@ class Core:
         self._failures += 1
 
     # commands -------------------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def up_to_date(self) -> bool:
+        """The engine serves the newest version, and the registry knows it."""
+        return self._sight.newest is not None and self.serving == self._sight.newest and self.due is None
 
     @property
     def due(self) -> Version | None:

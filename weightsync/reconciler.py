@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, ManifestError, Unavailable, VersionGone
+from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, ManifestError, RedisUnavailable, TransportFailed, Unavailable, VersionGone
 from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import EngineId, EngineState, Manifest
 from protocol.versions import Version
@@ -39,6 +39,8 @@ RENEW_S = LOCK_S / 4
 """Between two renewals of the lock while a version is prepared."""
 PREPARE_S = 300.0
 """Time to get a version ready while the engine serves; past it the version is looked for anew."""
+WHOLE_S = 30.0
+"""Of a machine that cannot make a version from a delta, how long it goes for whole versions before it tries again."""
 _ASK_S = 2.0
 _FLUSH_S = 2.0
 _REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
@@ -80,7 +82,7 @@ class Reconciler:
         wakeups: Wakeups,
         idle: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`idle`: whether the engine has no request now, so that pausing it pauses nobody."""
+        """`idle`: whether the engine has no request now, so that pausing it, off the routes, pauses nobody (rule W8)."""
         self._engine_id = engine_id
         self._boot_nonce = boot_nonce
         self._control = control
@@ -94,6 +96,10 @@ class Reconciler:
         self._manifest: Manifest | None = None
         self._prepare_s = 0.0
         self._holds_pause = False
+        self._whole_until = 0.0
+        self._why_whole = ""
+        self._published: Version | None = None
+        """The newest version, which is not what this engine goes for while its machine can have whole ones only."""
         self._apply_until = 0.0
         """Counted from when the pause was asked for, as its validity is: a process that hangs in between applies nothing on a lock it has lost."""
         self._maybe_paused = False
@@ -117,7 +123,7 @@ class Reconciler:
             while True:
                 mark = self._wakeups.mark(Topic.WEIGHTS, Topic.ENGINES)
                 locked_until = time.monotonic() + LOCK_S
-                seen = await self._claim.look(self._manifest.version if self._manifest else None)
+                seen = await self._claim.look(self._manifest.version if self._manifest else None, whole=time.monotonic() < self._whole_until)
                 if isinstance(seen, Locked):
                     mine = False
                     self._core.lost()
@@ -128,7 +134,12 @@ class Reconciler:
                     continue
                 if seen.manifest is not None:
                     self._manifest = seen.manifest
+                self._published = seen.published
                 self._core.seen(Sight(seen.newest, seen.state, seen.acked))
+                if self._core.up_to_date:  # also where the pointer fell back to what is served (rule R1)
+                    self._well(self._core.serving)
+                if seen.published != seen.newest:
+                    self.totals.trouble = self.totals.trouble or self._why_whole
                 if self._maybe_paused:
                     await self._go_on(locked_until - _MARGIN_S)
                 wait = await self._work()
@@ -231,15 +242,18 @@ class Reconciler:
     async def _prepare_failed(self, version: Version, problem: Exception) -> None:
         """The engine was not touched and goes on. A version that is gone is ordinary: a newer one is there, or will be."""
         self._core.prepare_failed(time.monotonic())
+        broken = isinstance(problem, TransportFailed | ManifestError) and not isinstance(problem, VersionGone)
+        if broken and self._manifest is not None and self._manifest.kind == "delta":
+            self._whole_until, self._why_whole = time.monotonic() + WHOLE_S, f"whole versions only, since {version} cannot be had: {problem}"
         if self._trouble(f"prepare {version}: {problem}") and not isinstance(problem, VersionGone):
             await self._registry.prepare_failed(self._engine_id, version, str(problem))
 
     async def _ask(self, version: Version) -> None:
-        idle, valid_s = self._idle(), self._config.apply_deadline_s + RESUME_S + _MARGIN_S
-        self._apply_until = time.monotonic() + self._config.apply_deadline_s
         config = self._config
-        if await self._claim.pause(version, most=config.max_paused, valid_s=valid_s, idle=idle, serving_share=config.min_serving_share):
-            self._holds_pause = not idle
+        valid_s = config.apply_deadline_s + RESUME_S + _MARGIN_S
+        self._apply_until = time.monotonic() + config.apply_deadline_s
+        if await self._claim.pause(version, most=config.max_paused, valid_s=valid_s, idle=self._idle(), serving_share=config.min_serving_share):
+            self._holds_pause = True
             self._core.granted()
         else:
             self._core.refused()
@@ -254,6 +268,10 @@ class Reconciler:
         end = self._apply_until
         manifest = self._manifest
         assert manifest is not None, "a version that is prepared has a manifest"
+        if _left(end) <= 0:  # the process hung since it asked: others may have the pause by now, or the engine
+            await self._give_pause()
+            self._core.lapsed()
+            return
         try:
             times = await self._update(manifest, end)
             failpoint(Failpoint.ENGINE_RESUMED)
@@ -271,7 +289,8 @@ class Reconciler:
             failpoint(Failpoint.ENGINE_ACKED)
             self._core.applied(version, time.monotonic())
             self.totals.updates += 1
-            self.totals.trouble, self.totals.transport = "", times.transport
+            self.totals.transport = times.transport
+            self._well(version)
         else:  # the registry forgot this boot in an outage: its next beat registers it anew, and it starts over
             self._core.apply_failed(time.monotonic())
 
@@ -329,18 +348,34 @@ class Reconciler:
             raise ApplyFailed("the engine keeps the keys and values of its old weights: it refuses to empty its cache")
 
     async def _let_go(self, reason: str, *, touched: bool) -> None:
-        """Never leave an engine paused. Requests that would go on over weights nobody vouches for end first; they are sampled again elsewhere."""
+        """Never leave an engine paused. Requests that would go on over weights nobody vouches for end first; they are sampled again elsewhere.
+
+        Raises: `Superseded` when this process hung for so long that another has the engine now, and may be loading it: it lets it go on.
+        """
+        until = self._apply_until + _MARGIN_S + RESUME_S
         with contextlib.suppress(Unavailable, TimeoutError):  # without Redis its route runs out by itself
             async with asyncio.timeout(RESUME_S / 4):
                 await self._registry.mark_unfit(self._engine_id, self._boot_nonce, reason)
+        if _left(until) < RESUME_S * 3 / 4:
+            until = await self._lock_again()
         if touched:
             with contextlib.suppress(*_REFUSALS):
-                await self._control.close_session(deadline_s=RESUME_S / 4)
+                await self._control.close_session(deadline_s=min(RESUME_S / 4, _left(until)))
             with contextlib.suppress(*_REFUSALS):
-                await self._control.abort_all(deadline_s=RESUME_S / 4)
+                await self._control.abort_all(deadline_s=min(RESUME_S / 4, _left(until)))
         with contextlib.suppress(*_REFUSALS):
-            await self._control.resume(deadline_s=RESUME_S / 4)
+            await self._control.resume(deadline_s=min(RESUME_S / 4, _left(until)))
             self._maybe_paused = False
+
+    async def _lock_again(self) -> float:
+        """Until when the lock, which may have run out, is surely held. Raises: `Superseded` (another has it), `RedisUnavailable`."""
+        asked = time.monotonic()
+        try:
+            async with asyncio.timeout(RESUME_S / 4):
+                await self._claim.renew()
+        except TimeoutError as problem:
+            raise RedisUnavailable("the lock of a reconciler that hung was not renewed in time") from problem
+        return asked + LOCK_S
 
     async def _verify(self, version: Version, end: float) -> None:
         """The engine says so, and a token that it writes now says so: the answer to an update proves neither (rule W6)."""
@@ -372,6 +407,11 @@ class Reconciler:
         self._trouble(reason)
         await self._registry.mark_unfit(self._engine_id, self._boot_nonce, reason)
         await self._give_pause()
+
+    def _well(self, served: Version | None) -> None:
+        """The engine serves it: where that is the newest, all is well."""
+        if served == self._published:
+            self.totals.trouble = ""
 
     def _trouble(self, reason: str) -> bool:
         """Report a problem once; False if it is the one reported last."""

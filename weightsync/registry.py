@@ -24,6 +24,7 @@ from protocol.messages import EngineId, EngineState, EngineStatus
 from protocol.presence import decode_known
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups
+from weightsync.aim import EVAL_FLEET
 from weightsync.claim import FLAGS, PIN_S
 
 TTL_S = 10.0
@@ -70,7 +71,7 @@ class Registry:
         answer = await _BEAT(
             self._client,
             keys=[keys.engines, keys.engine_facts, keys.routable, keys.weight_pins, keys.audit, keys.wakeups, keys.pauses],
-            args=[status.engine_id, status.boot_nonce, encode(status), leaving, _ms(ttl_s), _ms(PIN_S)],
+            args=[status.engine_id, status.boot_nonce, encode(status), leaving, _ms(ttl_s), _ms(PIN_S), status.fleet],
         )
         if answer == b"SUPERSEDED":
             raise Superseded(f"engine {status.engine_id}: a newer process registered this id; stop boot {status.boot_nonce}")
@@ -125,7 +126,8 @@ class Registry:
         return await self._list(routable=True)
 
     async def wait_acks(self, version: Version, wakeups: Wakeups, *, apply_s: float, most_paused: int) -> tuple[EngineId, ...]:
-        """Return once every live engine serves `version` or newer, or at the deadline; those that do not are the answer.
+        """Return once every live engine serves `version` or newer, or at the deadline; those that do not are the answer. Engines of the fleet that evaluates
+        take only what they are asked for, and are not waited for.
 
         An unfit engine is waited for, and one that vanishes meanwhile without leaving, for the time of a restart. The deadline gives each engine `apply_s`,
         `most_paused` of them at once, up to `ACK_ROUNDS` of these.
@@ -136,7 +138,8 @@ class Registry:
         rounds = 1
         while True:
             mark = wakeups.mark(Topic.ENGINES)
-            engines, now = await self.engines(), time.monotonic()
+            engines = [engine for engine in await self.engines() if engine.fleet != EVAL_FLEET]
+            now = time.monotonic()
             here = {engine.engine_id for engine in engines}
             vanished = {one: since for one, since in vanished.items() if one not in here} | dict.fromkeys(before - here, now)
             live = [engine for engine in engines if engine.state is not EngineState.LEAVING]

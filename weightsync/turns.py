@@ -102,8 +102,8 @@ class Turns:
         Whoever holds it renews it so, also after its turn, until it lets go.
         """
         keys = self._keys
-        mine = [role, member, boot, _TURNS[role], int(held_s * 1000)]
-        return bool(await _TAKE(self._client, keys=[keys.turn, keys.holders], args=mine) == 1)
+        arguments: tuple[str | int, ...] = (role, member, boot, _TURNS[role], int(held_s * 1000))
+        return bool(await _TAKE(self._client, keys=[keys.turn, keys.holders], args=arguments) == 1)
 
     async def give(self, role: Holder, member: str, boot: str) -> None:
         """Let go, after the memory is free."""

@@ -21,7 +21,8 @@ from benchmarks.buffer import scale
 from benchmarks.buffer.loads import LENGTHS, Load, load
 from benchmarks.buffer.meter import Cost, machine, measure, median
 from benchmarks.buffer.sides import Ceiling, CeilingBatched, InProcess, RedisStream, Rollstream, Side
-from benchmarks.buffer.table import by_length, heading, print_costs, print_facts, ratios
+from benchmarks.buffer.table import by_length, heading, print_costs, print_facts, print_ways, ratios
+from benchmarks.buffer.tensors import lease_to_tensors
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
 
@@ -78,6 +79,11 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
             durable, client = connect(logged, deadline_s=120.0), connect(memory, deadline_s=120.0)
             await client.config_set("appendonly", "no")
             await client.config_set("save", "")
+            if options.tensors_only:
+                await _ways(client, loads, options, result)
+                await durable.aclose()
+                await client.aclose()
+                return result
             with ray_sides() if not options.no_ray else contextlib.nullcontext([]) as peers:
                 for tokens, one in loads.items():
                     costs = await compare([*on_redis(client), InProcess(), *peers], one, options.rounds)
@@ -88,16 +94,27 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
                 print_costs(f"AOF everysec, 8 x {tokens} tokens", costs)
                 everysec[tokens] = ratios(costs)
             result |= {**by_length(off), "everysec": by_length(everysec)}
+            await _ways(client, loads, options, result)
             await _scale(client, loads, options, result)
             await durable.aclose()
             await client.aclose()
     return result
 
 
+async def _ways(client: Client, loads: dict[int, Load], options: argparse.Namespace, result: dict[str, object]) -> None:
+    ways = [
+        await lease_to_tensors(client, one, groups, chunk=64, rounds=max(2, options.rounds * 64 // groups))
+        for groups in (64, 512)
+        for one in loads.values()
+        if groups == 64 or options.divide == 1
+    ]
+    print_ways(ways)
+    for name, groups in (("chunk64_vs_raw_get", 64), ("batch512_vs_raw_get", 512)):
+        result[name] = {way.tokens: way.ratio for way in ways if way.groups == groups}
+        result[f"{name}_cpu"] = {way.tokens: way.cpu_ratio for way in ways if way.groups == groups}
+
+
 async def _scale(client: Client, loads: dict[int, Load], options: argparse.Namespace, result: dict[str, object]) -> None:
-    chunk = await scale.lease_to_arrays(client, loads[2048], 64, chunk=64, rounds=options.rounds)
-    step = await scale.lease_to_arrays(client, loads[2048], 512, chunk=64, rounds=max(2, options.rounds // 2))
-    result["chunk64_vs_raw_get"], result["batch512_vs_raw_get"] = chunk.ratio, step.ratio
     result["backlog"] = backlog = await scale.backlog_cost(client, many=100_000 // options.divide)
     result["backlog_cost_ratio"] = backlog["ratio"]
     memory = {tokens: await scale.overhead(client, one) for tokens, one in loads.items()}
@@ -113,6 +130,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of every side; medians are shown")
     parser.add_argument("--divide", type=int, default=1, help="a quick look: so many times fewer groups")
     parser.add_argument("--no-ray", action="store_true", help="without the peers on Ray")
+    parser.add_argument("--tensors-only", action="store_true", help="only the way from a lease to tensors")
     result = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with result as runner:
         found = runner.run(run(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""What must not grow: the cost of a call with the backlog, memory with the groups that went through, and the way from a lease to arrays."""
+"""What must not grow: the cost of a call with the backlog, memory with the groups that went through, and the lag of the event loop."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import statistics
 import time
 import uuid
 from collections import defaultdict
-from dataclasses import dataclass
 
-from benchmarks.buffer.loads import Load, header_of, tiny, use
+from benchmarks.buffer.loads import Load, header_of, tiny
 from benchmarks.buffer.meter import loop_lag, script_us, spread
 from benchmarks.buffer.sides import new_run
-from buffer.client import TrainerBuffer
 from buffer.config import BufferConfig
 from buffer.contract import CheckpointRef, Granted, Slot
 from buffer.redis_ledger import RedisLedger
 from protocol.connection import Client
 from protocol.messages import GroupHeader
 from protocol.versions import Version
-from protocol.wakeups import wakeups
 
 _CALLS = 60
 _CHUNK = 8
@@ -26,7 +23,8 @@ _AT_ONCE = 512
 """Slots asked for in one call."""
 
 
-async def _reserve(ledger: RedisLedger, count: int, max_bytes: int) -> list[Slot]:
+async def reserve(ledger: RedisLedger, count: int, max_bytes: int) -> list[Slot]:
+    """So many slots."""
     slots: list[Slot] = []
     while len(slots) < count:
         granted = await ledger.reserve("bench", uuid.uuid4().hex, min(_AT_ONCE, count - len(slots)), max_bytes=max_bytes)
@@ -43,7 +41,7 @@ async def _fill(ledger: RedisLedger, count: int, version: Version = Version(1, 0
         headers.append(header)
         await ledger.put(header, payload)
 
-    slots = await _reserve(ledger, count, 512)
+    slots = await reserve(ledger, count, 512)
     await spread(count, one, at_once=32)
     return headers
 
@@ -87,7 +85,7 @@ async def overhead(client: Client, load: Load) -> dict[str, float]:
     bare = (await _settled(client) - before) / count - load.payload_bytes
     await client.flushdb()
     ledger, _, _ = await new_run(client, BufferConfig(groups_per_step=max(64, count), byte_budget=1 << 40))
-    slots = await _reserve(ledger, count, load.payload_bytes + 1024)
+    slots = await reserve(ledger, count, load.payload_bytes + 1024)
     before = await _settled(client)
     for slot, group, payload in zip(slots, load.groups, load.payloads, strict=True):
         await ledger.put(header_of(slot, group, payload), payload)
@@ -130,46 +128,6 @@ async def growth(client: Client, groups: int = 100_000, per_step: int = 256) -> 
     return {"groups": float(done), "bytes_per_group": slope, "first_bytes": samples[0][1], "last_bytes": samples[-1][1]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """From a lease to arrays, against reading the same bytes bare."""
-
-    groups: int
-    lease_to_arrays_s: float
-    raw_get_s: float
-
-    @property
-    def ratio(self) -> float:
-        return self.lease_to_arrays_s / self.raw_get_s
-
-
-async def lease_to_arrays(client: Client, load: Load, groups: int, *, chunk: int, rounds: int) -> Way:
-    """A step of `groups` groups in chunks, leased, read, verified and decoded; and the same keys by bare GET, as many under way. Medians."""
-    ours: list[float] = []
-    raw: list[float] = []
-    for _ in range(rounds):
-        ledger, keys, incarnation = await new_run(client, BufferConfig(groups_per_step=groups, chunk_groups=chunk, byte_budget=1 << 40))
-        headers: list[GroupHeader] = []
-        for index, slot in enumerate(await _reserve(ledger, groups, load.payload_bytes + 1024)):
-            at = index % len(load.groups)
-            header = header_of(slot, load.groups[at], load.payloads[at])
-            headers.append(header)
-            await ledger.put(header, load.payloads[at])
-        names = [keys.payload(header.seq, header.attempt, header.token) for header in headers]
-        started = time.perf_counter()
-        await spread(len(names), lambda i, names=names: client.get(names[i]))  # type: ignore[misc]
-        raw.append(time.perf_counter() - started)
-        await ledger.open_step(incarnation, 1)
-        async with wakeups(client, keys) as waker:
-            buffer = TrainerBuffer(ledger, waker, incarnation)
-            started = time.perf_counter()
-            for index in range(groups // chunk):
-                use((await buffer.fetch(await buffer.lease(1, index)))[1])
-            ours.append(time.perf_counter() - started)
-        await client.flushdb()
-    return Way(groups=groups, lease_to_arrays_s=statistics.median(ours), raw_get_s=statistics.median(raw))
-
-
 async def lag(client: Client, load: Load, rounds: int = 3) -> dict[str, float]:
     """Event-loop lag in milliseconds, p99, idle and while payloads of about 1 MiB are put and read."""
     import asyncio
@@ -181,7 +139,7 @@ async def lag(client: Client, load: Load, rounds: int = 3) -> dict[str, float]:
             await asyncio.sleep(0.5)
         idle += lags
         ledger, _, _ = await new_run(client, BufferConfig(groups_per_step=max(64, len(load.groups)), byte_budget=1 << 40))
-        slots = await _reserve(ledger, len(load.groups), load.payload_bytes + 1024)
+        slots = await reserve(ledger, len(load.groups), load.payload_bytes + 1024)
         headers = [header_of(slot, group, payload) for slot, group, payload in zip(slots, load.groups, load.payloads, strict=True)]
         async with loop_lag() as lags:
             await spread(len(headers), lambda i, ledger=ledger, headers=headers: ledger.put(headers[i], load.payloads[i]))  # type: ignore[misc]

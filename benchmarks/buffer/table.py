@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.buffer.meter import Cost
+from benchmarks.buffer.tensors import Way
 
 _PEERS = {
     "redis stream": "vs_redis_stream",
@@ -53,8 +54,15 @@ def by_length(found: Mapping[int, Mapping[str, float]]) -> dict[str, dict[int, f
     return {name: {tokens: one[name] for tokens, one in found.items() if name in one} for name in names}
 
 
+def print_ways(ways: Iterable[Way]) -> None:
+    print("\nlease to tensors over bare GET       wall    CPU   ours, bare: us a group wall, CPU")
+    for way in ways:
+        ours, raw = way.ours, way.raw
+        figures = f"{ours.wall_us:8.0f}{ours.client_us:8.0f}{raw.wall_us:8.0f}{raw.client_us:8.0f}"
+        print(f"{way.groups:>4} groups of 8 x {way.tokens:<14}{way.ratio:>8.2f}{way.cpu_ratio:>7.2f}   {figures}")
+
+
 def print_facts(result: Mapping[str, Any]) -> None:
-    print(f"\nlease to arrays over bare GET: chunk of 64 {result['chunk64_vs_raw_get']:.2f}, step of 512 {result['batch512_vs_raw_get']:.2f}")
     backlog = result["backlog"]
     print("Redis microseconds by READY groups: " + ", ".join(f"{name} {value:.1f}" for name, value in backlog.items() if name != "ratio"))
     print(f"    most against least: {backlog['ratio']:.2f}")

@@ -113,6 +113,10 @@ class Channel:
             engine: (facts.boot, facts.version) for engine, facts in self.facts.items() if facts.state is EngineState.ROUTABLE and facts.version is not None
         }
 
+    def is_routable(self, now: int, engine: str, boot: str) -> bool:
+        facts = self.facts.get(engine)
+        return facts is not None and facts.boot == boot and facts.state is EngineState.ROUTABLE and facts.expires > now
+
     def routes(self, now: int) -> dict[str, Version]:
         """As reserve reads them."""
         return {
@@ -145,7 +149,7 @@ class Channel:
         facts = self.facts.get(engine)
         if facts is None or facts.expires <= now or version not in self.digests:
             return False
-        if not idle:
+        if not idle or (facts.state is EngineState.ROUTABLE and "idle_off_routes" in self.keeps):
             holds, ahead = 0, 0
             for table in (self.held, self.claims):
                 for other, until in list(table.items()):
@@ -167,6 +171,14 @@ class Channel:
         if "pins_what_it_applies" in self.keeps:
             self.pins[f"{engine}/applying/{version}"] = (version, now + max(valid_ms, PIN_MS))
         self.locks[engine] = (boot, owner, now + valid_ms)
+        return True
+
+    def renew(self, now: int, engine: str, boot: str, owner: str) -> bool:
+        """False: another has the lock."""
+        lock = self.locks.get(engine)
+        if lock is None or lock[:2] != (boot, owner):
+            return False
+        self.locks[engine] = (boot, owner, now + LOCK_MS)
         return True
 
     @staticmethod

@@ -25,12 +25,16 @@ _BEAT_S = 2.0
 _RECHECK_S = 1.0
 _APPLY_DEADLINE_S = 3.0
 PAUSE_VALID_S = 6.0
+_LET_GO_S = 1.0
+"""What letting an engine go takes at most."""
 
 
 class Loading:
-    """One update call."""
+    """One update call of a reconciler."""
 
-    done = False
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.done = False
 
 
 class TrustingCore(Core):
@@ -58,6 +62,8 @@ class Engine:
         """What it says it serves; None: the boot nonce."""
         self.weights: Weights = START
         self.paused = False
+        self.loading: Loading | None = None
+        """The update call under way."""
         self.running = 0
         self.restarts = 0
         self.generation = 0
@@ -89,7 +95,7 @@ class Engine:
         self.generation += 1
         self.restarts += 1
         self._progress = self.progress(now)
-        self.paused, self._since = False, now
+        self.paused, self._since, self.loading = False, now, None
         self.label, self.weights = None, START
         self.history = [(self._progress, None, START)]
 
@@ -157,6 +163,7 @@ class Reconciler:
         self.thread = host.spawn("reconciler", self.run())
         self._mine = False
         self._holds_pause = False
+        self._idle = False
         self._asked_at = 0.0
         """When the pause was asked for: the lock is valid from then."""
 
@@ -211,12 +218,13 @@ class Reconciler:
                     yield from self._apply(version)
 
     def _pause(self, version: Version) -> Steps[None]:
-        idle, most, self._asked_at = self.engine.running == 0, self.world.scenario.max_paused, self.now
+        self._idle = idle = self.engine.running == 0
+        most, self._asked_at = self.world.scenario.max_paused, self.now
         granted = yield from self._ask(
             "pause", lambda channel, now: channel.pause(now, *self.who, version, most=most, valid_ms=int(PAUSE_VALID_S * 1000), idle=idle), str(version), idle
         )
         if granted:
-            self._holds_pause = not idle
+            self._holds_pause = True
             self.core.granted()
         else:
             self.core.refused()
@@ -237,13 +245,18 @@ class Reconciler:
             yield from self._give_pause()
             self.core.prepare_failed(self.now)
             return
+        if self.now - began >= _APPLY_DEADLINE_S and "pause_in_time" in world.keeps:
+            yield from self._give_pause()
+            self.core.lapsed()
+            return
         engine.pause(self.now)
-        world.watch.paused(self.host, counted=self._holds_pause)
+        world.watch.paused(self.host, until=began + PAUSE_VALID_S, was_idle=self._idle)
         world.mischief.springs_reconciler(self, "paused")
         yield 0.002
-        loading = Loading()
+        loading = Loading(self.who[2])
         load_s = world.scenario.apply_s * (0.5 + self.host.random.random())
         if self.now - began < _APPLY_DEADLINE_S:  # the call is not made when its time is over
+            engine.loading = loading
             self.host.kernel.at(load_s, self._load, loading, engine.restarts, version, weights)
             yield load_s + 0.001
             world.mischief.springs_reconciler(self, "loaded")
@@ -251,9 +264,12 @@ class Reconciler:
         took = loading.done and self.now - began < _APPLY_DEADLINE_S
         if not took:
             yield from mark_unfit(self.host, world, self.host.name, self.host.boot)
+            if not (yield from self._still_mine(began)):
+                self.core.apply_failed(self.now)
+                return
             engine.abort()  # what would go on over weights that nobody vouches for
+        world.watch.let_go(self.host, self.who[2])
         engine.resume(self.now)
-        world.watch.resumed(self.host)
         if not took:
             self.core.apply_failed(self.now)
             yield from self._give_pause()
@@ -266,9 +282,17 @@ class Reconciler:
             return
         yield from self._acked(version)
 
+    def _still_mine(self, began: float) -> Steps[bool]:
+        """Whether the engine may be told to go on: for so long that the lock may have run out, by asking."""
+        if self.now - began < PAUSE_VALID_S - _LET_GO_S or "lets_go_its_own" not in self.world.keeps:
+            return True
+        return (yield from self._ask("renew", lambda channel, now: channel.renew(now, *self.who)))
+
     def _load(self, loading: Loading, restarts: int, version: Version, weights: Weights) -> None:
         """The engine's own work; it ends whatever became of who asked for it."""
         world, engine = self.world, self.engine
+        if engine.loading is loading:
+            engine.loading = None
         if engine.restarts != restarts or not self.host.alive or world.faults.chance(self.host, "apply fails", 0.03):
             return
         if version not in world.disk.published:

@@ -118,7 +118,7 @@ class Mischief:
     # the server ---------------------------------------------------------------------------------------------------------------------------------
 
     def _redis_pauses(self, fault: Fault) -> None:
-        self.world.server.paused_until = self.world.kernel.now + fault.amount
+        self.world.server.pause(fault.amount)
 
     def _clock_jumps(self, fault: Fault) -> None:
         self.world.server.skew_s += fault.amount

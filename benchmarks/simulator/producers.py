@@ -239,6 +239,7 @@ class Producer(Process):
         yield 0.003
         generation, start = engine.generation, engine.progress(self.kernel.now)
         engine.running += 1
+        self.world.watch.arrives(host)
         while True:
             left = start + length_s - engine.progress(self.kernel.now)
             if left <= 1e-9:

@@ -37,6 +37,7 @@ class Server:
         """What is durable is so when it is answered."""
         self.skew_s = 0.0
         self.paused_until = 0.0
+        self._pauses: list[tuple[float, float]] = []
         self.regressed = 0
         """How often acknowledged writes were lost."""
         self.fell_at = -1e9
@@ -53,6 +54,17 @@ class Server:
     @property
     def now_ms(self) -> int:
         return _EPOCH_MS + int((self.kernel.now + self.skew_s) * 1000)
+
+    def pause(self, seconds: float) -> None:
+        """It answers nobody for so long."""
+        now = self.kernel.now
+        self._pauses.append((max(now, self.paused_until), max(now + seconds, self.paused_until)))
+        self.paused_until = self._pauses[-1][1]
+
+    def answered_s(self, since: float) -> float:
+        """Of the time since then, how long it answered."""
+        now = self.kernel.now
+        return now - since - sum(max(0.0, min(until, now) - max(begin, since)) for begin, until in self._pauses)
 
     # calls ----------------------------------------------------------------------------------------------------------------------------------
 

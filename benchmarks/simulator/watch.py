@@ -24,7 +24,7 @@ class Watch:
     def __init__(self, world: World) -> None:
         self.world = world
         self._paused: dict[EngineHost, float] = {}
-        """Since when."""
+        """Those that the limit is about, and until when their right to be paused is valid."""
         self._leaking: dict[str, float] = {}
         """Slot token → since when its producer has not known of it."""
         self._prompts: dict[Seq, str] = {}
@@ -61,12 +61,21 @@ class Watch:
         if not self._beyond_locks(host):
             raise Broken(f"W5: {version} is deleted while {host.name} loads it")
 
-    def paused(self, host: EngineHost, *, counted: bool) -> None:
-        """No more engines are paused than may be."""
+    def paused(self, host: EngineHost, *, until: float, was_idle: bool) -> None:
+        """The limit is about engines that are asked, or were busy; one that is off the routes has no more than a request that was under way to it."""
+        world = self.world
+        if world.kernel.now >= until:
+            raise Broken(f"W8: {host.name} is paused on a right that ran out, and that others may have")
+        if not was_idle or world.server.channel.is_routable(world.server.now_ms, host.name, host.boot):
+            self._paused[host] = until
+            self.arrives(host)
+
+    def arrives(self, host: EngineHost) -> None:
+        """Requests stand on no more engines than may be paused."""
         world, now = self.world, self.world.kernel.now
-        if counted:
-            self._paused[host] = now
-        busy = [one for one, since in self._paused.items() if world.places[one.name] is one and one.alive and now - since < PAUSE_VALID_S]
+        if host not in self._paused:
+            return
+        busy = [one for one, until in self._paused.items() if world.places[one.name] is one and one.alive and now < until and one.engine.running]
         if len(busy) > world.scenario.max_paused and not any(self._beyond_locks(one) for one in busy):
             raise Broken(f"W8: {', '.join(sorted(one.name for one in busy))} are paused at once, {world.scenario.max_paused} may be")
 
@@ -77,6 +86,13 @@ class Watch:
         world = self.world
         recent = world.kernel.now - 2 * PAUSE_VALID_S
         return max(world.mischief.clock_jumped_at, world.server.fell_at) > recent or (world.server.regressed > 0 and len(host.reconcilers) > 1)
+
+    def let_go(self, host: EngineHost, owner: str) -> None:
+        """Nobody lets an engine go on while another reconciler loads it."""
+        loading = host.engine.loading
+        if loading is not None and loading.owner != owner and not self._beyond_locks(host):
+            raise Broken(f"W1: reconciler {owner} lets {host.name} go on while {loading.owner} loads it")
+        self.resumed(host)
 
     def resumed(self, host: EngineHost) -> None:
         self._paused.pop(host, None)
@@ -107,11 +123,11 @@ class Watch:
             raise Broken(f"T4: {problem}")
 
     def expired(self, seq: Seq) -> None:
-        """No slot expires that its producer kept alive as far as the server let it (rule S4)."""
+        """No slot expires that its producer kept alive as far as the server let it (rule S4): while that does not answer, nobody keeps anything alive."""
         for process in self.world.places.values():
             if isinstance(process, Producer) and process.alive and seq in process.held:
                 quiet = max(process.trouble_until, process.frozen_until, process.cut_until)
-                if self.world.kernel.now - quiet > 2 * self.world.scenario.settings.slot_seconds and self.world.server.regressed == 0:
+                if self.world.server.answered_s(quiet) > 2 * self.world.scenario.settings.slot_seconds and self.world.server.regressed == 0:
                     raise Broken(f"S4: the slot of group {seq} expires, and {process.name} lives and names it")
 
     def _leaks(self) -> None:
@@ -122,7 +138,7 @@ class Watch:
         unknown = [token for seq, (token, owner) in held.items() if owner is not None and owner.held.get(seq) != token]
         self._leaking = {token: self._leaking.get(token, now) for token in unknown}
         for token, since in self._leaking.items():
-            if now - since > 3 * self.world.scenario.settings.slot_seconds and self.world.server.paused_until < now:
+            if self.world.server.answered_s(since) > 3 * self.world.scenario.settings.slot_seconds and self.world.server.paused_until < now:
                 raise Broken(f"S2: slot {token} has been kept for {now - since:.0f} s, and its producer does not hold it")
         self.world.kernel.at(_LEAKS_S, self._leaks)
 

@@ -13,6 +13,8 @@ END_REWARD = 0.8
 HELD_OUT_RISE = 0.25
 LAG_P99 = 2
 PEAK_BYTES = 4 << 30
+REAL_ENGINE_BYTES = 3 << 30
+"""What a server of SGLang adds: three processes that each import torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,7 @@ class Bar:
     met: bool
 
 
-def bars(summary: Summary, *, drill: bool = False) -> list[Bar]:
+def bars(summary: Summary, *, drill: bool = False, real_engine: bool = False) -> list[Bar]:
     """Every bar. In a drill publish lag is not judged: a killed engine comes back behind."""
     reward, heldout, engines = summary["reward"], summary["heldout"], summary["engines"]
     rise = None if heldout["first"] is None else heldout["last"] - heldout["first"]
@@ -49,7 +51,8 @@ def bars(summary: Summary, *, drill: bool = False) -> list[Bar]:
     if not drill:
         found.append(_at_most("publish lag, p99", summary["publish_lag"]["p99"], LAG_P99))
     if summary["peak_pss_bytes"] is not None:
-        found.append(_at_most("peak memory, GiB", summary["peak_pss_bytes"] / 2**30, PEAK_BYTES / 2**30))
+        most = PEAK_BYTES + (REAL_ENGINE_BYTES if real_engine else 0)
+        found.append(_at_most("peak memory, GiB", summary["peak_pss_bytes"] / 2**30, most / 2**30))
     return found
 
 

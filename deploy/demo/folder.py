@@ -6,6 +6,7 @@ import fcntl
 import json
 import shutil
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from deploy.config import HttpConfig, listen
@@ -18,6 +19,11 @@ _MARKER = "demo.json"
 STEPS = 400
 
 
+class EngineKind(StrEnum):
+    EMBEDDED = "embedded"
+    SGLANG = "sglang"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
     """One demo."""
@@ -27,6 +33,9 @@ class Demo:
     seed: int = 0
     steps: int = STEPS
     appendfsync: str = "everysec"
+    engine: EngineKind = EngineKind.EMBEDDED
+    engine_python: str = ""
+    """The interpreter that has SGLang."""
 
     @property
     def config(self) -> Path:
@@ -143,9 +152,7 @@ chunk_groups = 8
 publish_every = 1
 
 [engine]
-kind = "embedded"
-count = 2
-torch_threads = 1
+{_engine(demo)}
 
 [producer]
 count = 2
@@ -164,6 +171,13 @@ steps = {demo.steps}
 [http]
 port = {http_port}
 """
+
+
+def _engine(demo: Demo) -> str:
+    """One real server does: each takes two gigabytes, and two cores are all there may be."""
+    if demo.engine is EngineKind.EMBEDDED:
+        return 'kind = "embedded"\ncount = 2\ntorch_threads = 1'
+    return f'kind = "sglang"\ncount = 1\ndevice = "cpu"\npython = {_text(Path(demo.engine_python))}\nslots = 128\ntorch_threads = 1'
 
 
 def _text(path: Path) -> str:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from deploy.report import draw
 from deploy.summary import read_summary, table
 from protocol.errors import EXIT_DRAINED, EXIT_FAULT, ConfigError, RollstreamError
 
+_HAS_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
+_ASK_S = 30.0
 DESCRIPTION = (
     "Train a tiny model through every part of rollstream on this machine, print its result and judge it. "
     "Exit codes: 0 every bar is met, 1 one is missed or something failed, 2 bad configuration."
@@ -48,6 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(DrillKind),
         help="kill -9 a producer, an engine and the trainer, twice each, while it runs; `group`: and then everything, Redis included",
     )
+    parser.add_argument(
+        "--engine",
+        type=folders.EngineKind,
+        choices=list(folders.EngineKind),
+        default=folders.EngineKind.EMBEDDED,
+        help="what generates: the embedded engine, or a server of SGLang on the CPU (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--engine-python",
+        default=".venv-sglang/bin/python",
+        metavar="PATH",
+        help="with --engine sglang: the interpreter that has SGLang, as `make sglang-cpu` installs it (default: %(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,18 +73,34 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         steps=options.steps,
         appendfsync="always" if options.drill else "everysec",
+        engine=options.engine,
+        engine_python=os.path.abspath(options.engine_python),  # noqa: PTH100 - a virtual environment is known by the link, which must not be followed
     )
     console = Console(highlight=False)
     if demo.seed < 0 or demo.steps < 1:
         raise ConfigError(f"--seed {demo.seed} --steps {demo.steps}: expected a seed of 0 or more and at least one step")
+    if demo.engine is folders.EngineKind.SGLANG:
+        if options.drill:
+            raise ConfigError("--drill kills engines faster than a server of SGLang starts: leave it out, or --engine sglang")
+        _check_sglang(demo.engine_python)
     return asyncio.run(_demo(demo, options.drill, console))
+
+
+def _check_sglang(python: str) -> None:
+    """Raises: `ConfigError` if this interpreter does not have it."""
+    try:
+        found = subprocess.run([python, "-c", _HAS_SGLANG], check=False, timeout=_ASK_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        found = False
+    if not found:
+        raise ConfigError(f"--engine-python {python}: has no SGLang; `make sglang-cpu` installs it for CPUs into .venv-sglang, or name another interpreter")
 
 
 async def _demo(demo: folders.Demo, kind: DrillKind | None, console: Console) -> int:
     folders.claim(demo)
     folders.fill(demo)
     where = _shown(demo.folder)
-    console.print(f"demo in {where}: sort four digits, seed {demo.seed}, {demo.steps} steps")
+    console.print(f"demo in {where}: sort four digits, seed {demo.seed}, {demo.steps} steps, engine {demo.engine}")
     if code := await _warm_start(demo):
         return code
     drill = Drill(folder=demo.folder, kind=kind, steps=demo.steps) if kind is not None else None
@@ -118,7 +150,7 @@ async def _verdict(demo: folders.Demo, drill: Drill | None, console: Console) ->
     """Draw, print, judge."""
     summary = read_summary(demo.folder)
     console.print(table(summary))
-    found = bars(summary, drill=drill is not None)
+    found = bars(summary, drill=drill is not None, real_engine=demo.engine is folders.EngineKind.SGLANG)
     console.print(bars_table(found))
     try:
         await draw(demo.folder)

@@ -10,6 +10,7 @@
 | `/v1/journal` | the steps that can be replayed, what is spilled, who reads them |
 | `/v1/watchdog` | which edge is blocked, since when, why, and what to do; also where there is no run |
 | `/v1/bias` | what became of every sampled token, by length and age |
+| `/v1/evals` | the newest evaluations: phase, set, version, reward |
 | `/healthz` | this process runs |
 | `/readyz` | and Redis answers; the body names the stalls of the run |
 
@@ -34,7 +35,7 @@ from pydantic import BaseModel
 from redis.exceptions import RedisError
 
 from deploy.config import ReaderConfig, bind, reader_url
-from deploy.http import bodies, metrics
+from deploy.http import bodies, evals, metrics
 from deploy.snapshot import Picture, PictureSource, picture_source
 from protocol.errors import ConfigError, RollstreamError
 
@@ -48,6 +49,7 @@ _V1: dict[str, Callable[[Picture], BaseModel]] = {
     "/v1/weights": bodies.weights,
     "/v1/journal": bodies.journal,
     "/v1/bias": bodies.bias_of,
+    "/v1/evals": evals.evals,
 }
 PATHS = (*_V1, "/v1/watchdog", "/metrics", "/healthz", "/readyz")
 
@@ -142,7 +144,10 @@ async def serve(config: ReaderConfig, stop: asyncio.Event) -> None:
     if (listener := bind(config.http)) is None:
         raise ConfigError("http.port 0: `rollstream serve` needs a port")
     try:
-        async with picture_source(url, config.run.name, folder=config.run.folder, patience_s=config.run.stall_seconds) as source, running(source, listener):
+        async with (
+            picture_source(url, config.run.name, folder=config.run.folder, patience_s=config.run.stall_seconds, transport=config.weights.transport) as source,
+            running(source, listener),
+        ):
             sys.stdout.write(announcement(listener))
             sys.stdout.flush()
             await stop.wait()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, Field
 
 from buffer import bias as bias_report
+from deploy import trouble
 from deploy.snapshot import Picture
 from deploy.tally import Distribution
 from protocol.codec import to_json
@@ -58,6 +59,7 @@ class EngineWeights(EngineLag):
     transport: str = Field(description="What brought the version that it serves; another than weights.transport: that way broke.")
     updates: int
     paused_s: float
+    trouble: str = Field(description="What keeps it from the newest version; empty: all is well.")
 
 
 class Staleness(Body):
@@ -172,7 +174,11 @@ class Weights(Body):
     published: int
     published_bytes: int
     deltas: int = Field(description="Of those published, versions that hold only what changed.")
+    transport: str | None = Field(description="weights.transport as this service has it configured.")
     applied: int
+    applied_by_transport: dict[str, int] = Field(description="Updates that engines took, by what brought them.")
+    fallbacks: int | None = Field(description="Updates that the store brought although another transport is configured; null: not known which is.")
+    troubles: list[str] = Field(description="What is wrong with engines and with the way of versions to them, for people.")
     pause_mean_s: float | None
     pause_max_s: float | None
     engines: list[EngineWeights]
@@ -288,7 +294,11 @@ def weights(picture: Picture) -> Weights:
         published=totals.published,
         published_bytes=totals.published_bytes,
         deltas=totals.deltas,
+        transport=picture.transport or None,
         applied=totals.applied,
+        applied_by_transport=dict(sorted(totals.by_transport.items())),
+        fallbacks=trouble.fallbacks(picture),
+        troubles=[*(one.sentence for one in trouble.troubles(picture)), *trouble.channel(picture)],
         pause_mean_s=totals.pause_s / totals.applied if totals.applied else None,
         pause_max_s=totals.pause_max_s if totals.applied else None,
         engines=[_engine_weights(picture, status) for status in picture.engines],
@@ -298,15 +308,18 @@ def weights(picture: Picture) -> Weights:
 
 
 def _engine_weights(picture: Picture, status: EngineStatus) -> EngineWeights:
+    lag = picture.lag(status.version)
+    found = trouble.trouble_of(status, lag, picture.settings.max_staleness)
     return EngineWeights(
         engine_id=status.engine_id,
         version=str(status.version) if status.version else None,
-        lag_steps=picture.lag(status.version),
+        lag_steps=lag,
         state=status.state.value,
         target=str(status.target) if status.target else None,
         transport=status.transport,
         updates=status.updates,
         paused_s=status.paused_s,
+        trouble="" if found is None else found.why,
     )
 
 

@@ -9,9 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from buffer.bias import UNKNOWN, Bias
+from deploy.http import evals
 from deploy.snapshot import Picture
 from deploy.tally import Distribution
+from deploy.trouble import fallbacks, server_missing, troubles
 from protocol.messages import Edge, EngineState, EngineStatus
+from weightsync.aim import EVAL_FLEET
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STEPS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -42,6 +45,7 @@ class _Collector(Collector):
             yield from self._engines(picture)
             yield from self._weights(picture)
             yield from self._members(picture)
+            yield from evals.gauges(picture, self._run)
 
     def _watchdog(self, picture: Picture) -> Iterator[Metric]:
         """Every edge is always there, so that an alarm on it has something to watch."""
@@ -73,8 +77,8 @@ class _Collector(Collector):
         yield self._gauge("rollstream_trained_step", "Newest trained step of the surviving line.", ledger.trained)
         yield self._gauge("rollstream_incarnation", "Attachment of a trainer.", ledger.incarnation)
         yield self._gauge("rollstream_draining", "1 once the run's end is decided.", float(ledger.state.value == "draining"))
-        yield self._reasons("rollstream_groups_released", "Groups released, by reason.", {str(reason): count for reason, count in ledger.releases.items()})
-        yield self._reasons("rollstream_groups_dead", "Groups set aside for good, by reason.", {str(reason): count for reason, count in ledger.dead.items()})
+        yield self._counts("rollstream_groups_released", "Groups released, by reason.", {str(one): count for one, count in ledger.releases.items()}, "reason")
+        yield self._counts("rollstream_groups_dead", "Groups set aside for good, by reason.", {str(one): count for one, count in ledger.dead.items()}, "reason")
 
     def _training(self, picture: Picture) -> Iterator[Metric]:
         totals = picture.totals
@@ -109,12 +113,14 @@ class _Collector(Collector):
         yield tokens
 
     def _engines(self, picture: Picture) -> Iterator[Metric]:
+        troubled = {trouble.engine_id for trouble in troubles(picture)}
         if picture.tokens_per_s is not None:
             yield self._gauge("rollstream_generated_tokens_per_second", "Over all engines, since the look before.", picture.tokens_per_s)
         figures: dict[str, tuple[str, Callable[[EngineStatus], float | None]]] = {
             "rollstream_engine_routable": ("1 if it may be asked.", lambda status: float(status.state is EngineState.ROUTABLE)),
             "rollstream_engine_version_step": ("n of the version it serves.", lambda status: None if status.version is None else status.version.n),
-            "rollstream_engine_lag_steps": ("Newest trained step minus its own.", lambda status: picture.lag(status.version)),
+            "rollstream_engine_lag_steps": ("Newest trained step minus its own; of engines that evaluate, none.", lambda status: _lag(picture, status)),
+            "rollstream_engine_trouble": ("1 if something keeps it from the newest version.", lambda status: float(status.engine_id in troubled)),
             "rollstream_engine_running_requests": ("Requests being decoded.", lambda status: status.running),
             "rollstream_engine_queued_requests": ("Requests that wait.", lambda status: status.queued),
             "rollstream_engine_busy_seconds": ("Seconds spent computing since its boot.", lambda status: status.busy_s),
@@ -135,6 +141,12 @@ class _Collector(Collector):
             yield self._gauge("rollstream_newest_version_step", "n of the newest version published.", newest.version.n)
             share = 1.0 if picture.changed_share is None else picture.changed_share
             yield self._gauge("rollstream_newest_version_changed_ratio", "Share of its elements that it was published with.", share)
+        by = dict(sorted(picture.totals.by_transport.items()))
+        yield self._counts("rollstream_applied_versions_by_transport", "Updates that engines took, by what brought them.", by, "transport")
+        if (from_store := fallbacks(picture)) is not None:
+            yield self._counter("rollstream_store_fallbacks", "Updates that the store brought although another transport is configured.", from_store)
+            text = "1 if weights.transport needs a weight server and none of its kind is registered."
+            yield self._gauge("rollstream_weight_server_missing", text, float(server_missing(picture)))
         transports = self._family("rollstream_engine_transport", "1 for what brought the version an engine serves.", "engine", "transport")
         for status in picture.engines:
             if status.transport:
@@ -151,15 +163,18 @@ class _Collector(Collector):
             sent.add_metric(labels, server.sent_bytes)
         yield from (staged, groups, sent)
         whole = self._family("rollstream_relay_version_step", "n of the newest version that is whole there.", "relay")
+        lags = self._family("rollstream_relay_lag_steps", "Newest trained step minus that of its newest version.", "relay")
         fetched = self._family("rollstream_relay_fetched_bytes", "Bytes read from the store since its start.", "relay")
         made = self._family("rollstream_relay_versions", "Versions since its start, by how they were made.", "relay", "kind")
         for relay in picture.relays:
             if relay.version is not None:
                 whole.add_metric([self._run, relay.relay_id], relay.version.n)
+            if (lag := picture.lag(relay.version)) is not None:
+                lags.add_metric([self._run, relay.relay_id], lag)
             fetched.add_metric([self._run, relay.relay_id], relay.fetched_bytes)
             made.add_metric([self._run, relay.relay_id, "delta"], relay.deltas)
             made.add_metric([self._run, relay.relay_id, "full"], relay.fulls)
-        yield from (whole, fetched, made)
+        yield from (whole, lags, fetched, made)
 
     def _members(self, picture: Picture) -> Iterator[Metric]:
         yield self._gauge("rollstream_producers", "Producers that are here.", len(picture.producers))
@@ -189,10 +204,10 @@ class _Collector(Collector):
         family.add_metric([self._run], value)
         return family
 
-    def _reasons(self, name: str, text: str, counts: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["run", "reason"])
-        for reason, count in counts.items():
-            family.add_metric([self._run, reason], count)
+    def _counts(self, name: str, text: str, counts: dict[str, int], label: str) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["run", label])
+        for value, count in counts.items():
+            family.add_metric([self._run, value], count)
         return family
 
     def _histogram(self, name: str, text: str, found: Distribution) -> Metric:
@@ -200,3 +215,8 @@ class _Collector(Collector):
         buckets = [(str(float(bound)), float(sum(count for value, count in found.histogram.items() if value <= bound))) for bound in _STEPS]
         family.add_metric([self._run], [*buckets, ("+Inf", float(found.count))], found.mean * found.count)
         return family
+
+
+def _lag(picture: Picture, status: EngineStatus) -> int | None:
+    """An engine that only evaluates stays on a version on purpose: no alarm on lag is meant for it."""
+    return None if status.fleet == EVAL_FLEET else picture.lag(status.version)

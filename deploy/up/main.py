@@ -53,6 +53,8 @@ _TRACES = ("processes.json", "redis", "checkpoint", "audit.jsonl", "witness.json
 _HEALTH_S = 5.0
 _LOOK_S = 0.5
 _MARGIN_S = 10.0
+_SERVER_S = 15.0
+"""What an engine host needs beyond its own leaving to end a server of SGLang: that takes six seconds, and is bounded by ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +162,11 @@ def _hold(folder: Path) -> Iterator[None]:
 
 
 def policy_for(config: UpConfig) -> Policy:
-    """A trainer that ends in good order within its own deadlines must not be killed before them."""
+    """Whoever ends in good order within deadlines of its own must not be killed before them."""
     usual = Policy()
     trainer_s = stop_seconds(config.weights) + _MARGIN_S
-    return replace(usual, stop_s={**usual.stop_s, Role.TRAINER: max(trainer_s, usual.stop_s[Role.TRAINER])})
+    engine_s = usual.stop_s[Role.ENGINE] + (_SERVER_S if config.engine.kind == "sglang" else 0.0)
+    return replace(usual, stop_s={**usual.stop_s, Role.TRAINER: max(trainer_s, usual.stop_s[Role.TRAINER]), Role.ENGINE: engine_s})
 
 
 class _Up:

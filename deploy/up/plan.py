@@ -69,7 +69,7 @@ def plan(config: UpConfig, config_file: Path, sets: Sequence[str], *, redis: Ser
             *([Child(Role.REDIS)] if redis is not None else []),
             Child(Role.TRAINER),
             *_carriers(config.weights),
-            *(Child(Role.ENGINE, index) for index in range(config.engine.count)),
+            *(Child(Role.ENGINE, index) for index in range(config.engine.count + config.eval.engines)),
             *(Child(Role.PRODUCER, index) for index in range(config.producer.count)),
         ),
         redis=redis,

@@ -32,6 +32,7 @@ class Stat:
     """What /proc/<pid>/stat says."""
 
     state: str
+    parent: int
     session: int
     cpu_s: float
     """Of the process and of its children that were waited for."""
@@ -51,7 +52,7 @@ def stat_of(pid: int) -> Stat | None:
         return None
     fields = text[text.rindex(b")") + 2 :].split()  # the command, in parentheses, may hold anything
     cpu = sum(int(part) for part in fields[11:15]) / _TICK
-    return Stat(state=fields[0].decode(), session=int(fields[3]), cpu_s=cpu, started=f"{_boot()}:{int(fields[19])}")
+    return Stat(state=fields[0].decode(), parent=int(fields[1]), session=int(fields[3]), cpu_s=cpu, started=f"{_boot()}:{int(fields[19])}")
 
 
 def identity_of(pid: int) -> Identity | None:

@@ -34,11 +34,15 @@ def pss_bytes(pid: int) -> int:
 
 
 def sessions() -> dict[int, list[int]]:
-    """Pids by session: a child of ours leads one, and its own children are in it."""
+    """Pids by session: a child of ours leads one, and its own children are in it, with the sessions that these lead (an engine host's server does)."""
+    stats = {int(entry.name): stat for entry in Path("/proc").iterdir() if entry.name.isdigit() and (stat := stat_of(int(entry.name))) is not None}
     found: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (stat := stat_of(int(entry.name))) is not None:
-            found[stat.session].append(int(entry.name))
+    for pid, stat in stats.items():
+        found[stat.session].append(pid)
+        leader = stats.get(stat.session)
+        parent = stats.get(leader.parent) if leader is not None else None
+        if parent is not None and parent.session != stat.session:
+            found[parent.session].append(pid)
     return found
 
 

@@ -1,6 +1,11 @@
 """The engine host: one engine, its reconciler and its heartbeat in one process (`rollstream engine`). Importing this module needs no torch.
 
     STARTING ── newest version applied, verified, acked ──► ROUTABLE ── stop, or the run drains and no producer is left ──► LEAVING ──► gone
+       ▲  └─── another model than the run's ──► UNFIT              │
+       └────── another life, after a wait ◄── the engine's end ────┘
+
+What kind of engine it is, `producer.engine.hosted` hides. Each life of an engine is a boot of its own in the registry: base weights, off the routes until it
+has acked. An embedded engine has one life, as it is a part of this process; servers are started again here, whoever started the host.
 
 The engine is driven over its HTTP interface only, also from here.
 """
@@ -16,9 +21,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import aiohttp
 import xxhash
@@ -27,24 +31,27 @@ from buffer.contract import RunState
 from buffer.redis_ledger import RedisLedger
 from producer.config import EvalConfig
 from producer.engine.config import EngineConfig
-from producer.engine.key import engine_key
-from protocol.config import ModelConfig, RedisConfig, RolloutConfig, RunConfig, Tree
+from producer.engine.desk import Desk
+from producer.engine.hosted import EngineFault, Hosted, Kind, Misfit
+from producer.engine.key import admin_key, engine_key
+from producer.engine.kinds import make_kind
+from producer.engine.turns import DeviceTurns
+from producer.stopping import unless
+from protocol.config import ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Tree
 from protocol.connection import Client, check_server, connect
 from protocol.errors import EXIT_FAULT, ConfigError, RollstreamError, RunMissing
 from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus, ProducerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Topic, Wakeups, wakeups
+from weightsync.aim import EVAL_FLEET
 from weightsync.channel import Channel
 from weightsync.config import WeightsConfig, is_url, relay_folder, store_folder
-from weightsync.control import EngineControl
 from weightsync.reconciler import Reconciler
 from weightsync.registry import BEAT_S, Registry
 from weightsync.store import VersionStore, open_store
 from weightsync.transports.choose import make_transports
-
-if TYPE_CHECKING:
-    from producer.engine.embedded.server import EmbeddedEngine
+from weightsync.turns import Turns
 
 _LOG = logging.getLogger(__name__)
 _DRAINED_S = 2.0
@@ -54,9 +61,13 @@ _FINISH_S = 5.0
 _LEAVE_S = 3.0
 _FIRST_CONTACT_S = 3.0
 _SILENT_UPDATES = 2
-"""So many times in a row that the engine ended an update in silence: its process ends. One may be a machine that is too busy."""
+"""So many times in a row that the engine ended an update in silence: its life ends. One may be a machine that is too busy."""
 _END_S = 10.0
-"""What such a process has to end by itself."""
+"""What a process that hangs with its engine has to end by itself."""
+_REST_S, _LONGEST_REST_S = 1.0, 30.0
+"""Between two lives; each that came to nothing doubles it."""
+_MISFIT_S = 15.0
+"""Between two looks at an engine of another model."""
 
 
 class EngineHostConfig(Tree):
@@ -69,6 +80,12 @@ class EngineHostConfig(Tree):
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     engine: EngineConfig = EngineConfig()
+    placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def shares_device(self) -> bool:
+        """The engine and the trainer take turns."""
+        return self.placement.layout == "colocated"
 
 
 async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) -> None:
@@ -77,23 +94,79 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
     Order of stopping: the reconciler ends (the engine is never left paused), the engine leaves the routes, requests under way finish to a deadline, the engine
     leaves the registry, the last to leave a run that drains clears its versions from shared memory, the server closes.
 
-    Raises: `ConfigError` for a model that cannot be served, a port that is taken or a kind that is not there; `RedisUnavailable`; `Superseded` when another
-    process took this engine's place; `EngineFault` when the engine breaks, or falls silent in or after updates: the process ends then, whatever hangs in it.
+    Raises: `ConfigError` for a model that cannot be served, a port that is taken or settings that cannot be; `RedisUnavailable`; `Superseded` when another
+    process took this engine's place; `EngineFault` when an embedded engine breaks, or falls silent in or after updates (the process ends then, whatever hangs
+    in it), or when a server has not come to its first token several times in a row.
     """
-    _check(config, index)
+    kind = _check(config, index)
     store = await asyncio.to_thread(open_store, config.weights, config.run)
     await _first_contact(config.redis.url)
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
-        boot_nonce = uuid.uuid4().hex[:16]
-        async with _engine(config, index, boot_nonce) as engine, aiohttp.ClientSession() as session, wakeups(client, Keys(config.run.name)) as waker:
-            host = _Host(config=config, index=index, boot_nonce=boot_nonce, engine=engine, store=store, session=session, client=client, waker=waker)
-            await host.run(stop)
+        async with wakeups(client, Keys(config.run.name)) as waker:
+            rest_s, vain = _REST_S, 0
+            while (fault := await _life(config, index, stop, kind=kind, store=store, client=client, waker=waker)) is not None:
+                vain = 0 if fault.was_ready else vain + 1
+                if not kind.lives_on or 0 < kind.start_tries <= vain:
+                    raise fault.problem
+                rest_s = _REST_S if fault.was_ready else min(2 * rest_s, _LONGEST_REST_S)
+                _LOG.warning("engine %d begins again in %.0f s: %s", index, rest_s, fault.problem)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(rest_s):
+                        await stop.wait()
+                if stop.is_set():
+                    return
     finally:
         await client.aclose()
 
 
-def _check(config: EngineHostConfig, index: int) -> None:
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """How a life ended that nobody had asked to end."""
+
+    problem: EngineFault | BaseExceptionGroup[EngineFault]
+    was_ready: bool
+
+
+async def _life(config: EngineHostConfig, index: int, stop: asyncio.Event, *, kind: Kind, store: VersionStore, client: Client, waker: Wakeups) -> _Fault | None:
+    """One life of the engine, under a nonce of its own (rule W3). None: it ended in good order."""
+    boot_nonce = uuid.uuid4().hex[:16]
+    host: _Host | None = None
+    try:
+        async with contextlib.AsyncExitStack() as open_here:
+            session = await open_here.enter_async_context(aiohttp.ClientSession())
+            desk = Desk(session, api_key=engine_key(), admin_key=admin_key())
+            device: DeviceTurns | None = None
+            if config.shares_device:
+                device = DeviceTurns(Turns(client, Keys(config.run.name), waker), engine_id(config.run, index), boot_nonce)
+                await unless(stop, device.begin(), name="engine:device")
+                open_here.push_async_callback(device.end)
+                if stop.is_set():
+                    return None
+            engine = await open_here.enter_async_context(kind.life(boot_nonce, desk))
+            host = _Host(
+                config=config, index=index, boot_nonce=boot_nonce, kind=kind, engine=engine, desk=desk, device=device, store=store, client=client, waker=waker
+            )
+            await host.run(stop)
+            return None
+    except EngineFault as problem:
+        return _Fault(problem, host is not None and host.was_ready)
+    except BaseExceptionGroup as group:
+        faults, others = group.split(EngineFault)
+        if faults is None or others is not None:
+            raise
+        return _Fault(_only(faults), host is not None and host.was_ready)
+
+
+def _only(group: BaseExceptionGroup[EngineFault]) -> EngineFault | BaseExceptionGroup[EngineFault]:
+    """What it says, if it is one alone."""
+    inner: BaseException = group
+    while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
+        (inner,) = inner.exceptions
+    return inner if isinstance(inner, EngineFault) else group
+
+
+def _check(config: EngineHostConfig, index: int) -> Kind:
     """Everything that can be wrong without looking at torch, a socket or Redis."""
     engine = config.engine
     if not config.redis.url:
@@ -106,6 +179,18 @@ def _check(config: EngineHostConfig, index: int) -> None:
         raise ConfigError(
             f"engine.max_length {engine.max_length} is below the {_longest(config)} tokens of rollout.max_prompt_tokens and max_new_tokens: raise it, or use 0"
         )
+    if config.shares_device and engine.kind == "external":
+        raise ConfigError('placement.layout colocated with engine.kind "external": servers of others are not told to free their memory; use another layout')
+    return make_kind(
+        engine,
+        config.weights,
+        shares_device=config.shares_device,
+        index=index,
+        model=str(Path(config.model.path).absolute()),
+        longest=_longest(config),
+        seed=lambda boot_nonce: _sampling_seed(config.run.seed, index, boot_nonce),
+        log=config.run.folder / "logs" / f"sglang-{index}.log",
+    )
 
 
 def _longest(config: EngineHostConfig) -> int:
@@ -122,44 +207,18 @@ async def _first_contact(url: str) -> None:
         await client.aclose()
 
 
-@contextlib.asynccontextmanager
-async def _engine(config: EngineHostConfig, index: int, boot_nonce: str) -> AsyncIterator[EmbeddedEngine]:
-    """The embedded engine, listening, with base weights that are called after this boot (rule W3). Imports torch here."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        import torch
-
-        from producer.engine.embedded.model import load
-        from producer.engine.embedded.server import EmbeddedEngine
-    except ImportError as problem:
-        raise ConfigError(f'engine.kind = "embedded" needs torch and transformers ({problem}): install the extra `rollstream[torch]`') from problem
-    settings = config.engine
-    torch.set_num_threads(settings.torch_threads)
-    wanted = _longest(config)
-    model = await asyncio.to_thread(load, config.model.path, slots=settings.slots, max_length=settings.max_length, wanted=wanted, dtype=settings.dtype)
-    async with EmbeddedEngine(
-        model,
-        weight_version=f"boot:{boot_nonce}",
-        host=settings.host,
-        port=settings.port + index if settings.port else 0,
-        seed=_sampling_seed(config.run.seed, index, boot_nonce),
-        max_queued=settings.max_queued,
-        api_key=engine_key(),
-        group_timeout_s=config.weights.group_deadline_s,
-        pace_s=settings.pace_s,
-        apply_delay_factor=settings.apply_delay_factor,
-    ) as engine:
-        yield engine
-
-
 def _sampling_seed(run_seed: int, index: int, boot_nonce: str) -> int:
     """Noise of this boot's own: an engine that starts again does not draw its first life's again. A request with a seed of its own is repeatable anyway."""
     return xxhash.xxh3_64_intdigest(f"{run_seed}:{index}:{boot_nonce}".encode()) >> 1
 
 
+def engine_id(run: RunConfig, index: int) -> EngineId:
+    """Of engine `index` of the run, in every life of it."""
+    return EngineId(f"{run.name}-engine-{index}")
+
+
 class _Host:
-    """The registered engine: heartbeat, reconciler, and the watch for its end."""
+    """One life of the engine as the registry knows it: heartbeat, reconciler, and the watch for its end."""
 
     def __init__(
         self,
@@ -167,23 +226,31 @@ class _Host:
         config: EngineHostConfig,
         index: int,
         boot_nonce: str,
-        engine: EmbeddedEngine,
+        kind: Kind,
+        engine: Hosted,
+        desk: Desk,
+        device: DeviceTurns | None,
         store: VersionStore,
-        session: aiohttp.ClientSession,
         client: Client,
         waker: Wakeups,
     ) -> None:
         keys = Keys(config.run.name)
         self._config = config
-        self._id = EngineId(f"{config.run.name}-engine-{index}")
+        self._id = engine_id(config.run, index)
+        self._device = device
+        self._fleet = EVAL_FLEET if config.engine.count <= index < config.engine.count + config.eval.engines else "rollout"
         self._boot_nonce = boot_nonce
+        self._kind = kind
         self._engine = engine
+        self._misfit = ""
+        self.was_ready = False
+        """Whether this life came so far that the engine could be given weights."""
         self._registry = Registry(client, keys)
         self._ledger = RedisLedger(client, keys)
         self._producers: Presence[ProducerStatus] = Presence(client, keys, "producer", ProducerStatus)
         self._waker = waker
         self._started = time.monotonic()
-        control = EngineControl(session, engine.url, api_key=engine_key())
+        self._control = control = desk.reconciling(engine.url)
         self._reconciler = Reconciler(
             self._id,
             boot_nonce,
@@ -194,12 +261,13 @@ class _Host:
                 config.weights,
                 store=store,
                 control=control,
-                session=session,
+                session=desk.session,
                 client=client,
                 keys=keys,
                 engine_id=self._id,
                 boot_nonce=boot_nonce,
                 folder=relay_folder(config.weights, config.run),
+                ranks=config.engine.tp,
             ),
             config=config.weights,
             wakeups=waker,
@@ -245,27 +313,48 @@ class _Host:
         ending = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             beat = group.create_task(self._beat(), name="engine:beat")
-            fault = group.create_task(self._engine.failed(), name="engine:fault")
-            reconciler = group.create_task(self._reconciler.run(), name="engine:reconciler")
+            follow = group.create_task(self._follow(), name="engine:follow")
             ends = [
                 group.create_task(self._stopped(stop, ending), name="engine:stop"),
                 group.create_task(self._drained(ending), name="engine:drain"),
             ]
             await ending.wait()
-            for task in (*ends, reconciler):
+            for task in (*ends, follow):
                 task.cancel()
-            await asyncio.wait({reconciler})
+            await asyncio.wait({follow})
             await self._leave()
             beat.cancel()
-            fault.cancel()
+
+    async def _follow(self) -> None:
+        """From the engine's start: once it is ready it follows the newest version, until cancelled. Raises: `EngineFault`."""
+        while True:
+            try:
+                await self._engine.ready()
+                break
+            except Misfit as problem:
+                if self._misfit != str(problem):
+                    self._misfit = str(problem)
+                    _LOG.warning("engine %s is left alone: %s", self._id, self._misfit)
+                await self._registry.mark_unfit(self._id, self._boot_nonce, self._misfit)
+                await asyncio.sleep(_MISFIT_S)
+        self._misfit, self.was_ready = "", True
+        await self._registry.beat(self._status(EngineState.STARTING))  # what is known from here on, before anybody is sent to it
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._engine.failed(), name="engine:fault")
+            group.create_task(self._reconcile(), name="engine:reconciler")
+
+    async def _reconcile(self) -> None:
+        if self._device is None:
+            await self._reconciler.run()
+        else:
+            await self._device.follow(self._reconciler.run, control=self._control, registry=self._registry)
 
     async def _beat(self) -> None:
         """Renew the registration, for as long as the host lives. Raises: `EngineFault` for an engine that hangs (rule W6)."""
         while True:
             if self._reconciler.totals.silent >= _SILENT_UPDATES:
-                from producer.engine.embedded.worker import EngineFault  # brings torch, which is here by now
-
-                _end_by_force(_END_S)
+                if not self._kind.lives_on:
+                    _end_by_force(_END_S)
                 raise EngineFault(f"{_SILENT_UPDATES} updates in a row ended without an answer, or without a token after them: the engine hangs")
             await self._registry.beat(self._status(EngineState.STARTING))
             await asyncio.sleep(BEAT_S)
@@ -302,31 +391,34 @@ class _Host:
 
     async def _leave(self) -> None:
         """Off the routes, then to the end of what is under way, bounded. The server aborts the rest when it closes."""
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, EngineFault):
             async with asyncio.timeout(_FINISH_S):
                 await self._registry.beat(self._status(EngineState.LEAVING))
                 await self._engine.until_idle()
 
     def _status(self, state: EngineState) -> EngineStatus:
-        counters = self._engine.counters
+        figures, totals = self._engine.figures, self._reconciler.totals
         return EngineStatus(
             engine_id=self._id,
             boot_nonce=self._boot_nonce,
             url=self._engine.url,
-            kind=self._config.engine.kind,
+            kind=self._kind.name,
             state=state,
-            running=counters.running,
-            queued=counters.queued,
-            capacity=self._config.engine.slots,
-            generated_tokens=counters.generated_tokens,
-            busy_s=counters.busy_s,
+            running=figures.running,
+            queued=figures.queued,
+            capacity=figures.capacity,
+            generated_tokens=figures.generated_tokens,
+            busy_s=figures.busy_s,
             uptime_s=time.monotonic() - self._started,
-            paused_s=counters.paused_s,
-            updates=counters.updates,
+            paused_s=totals.paused_s,
+            updates=totals.updates,
             host=socket.gethostname(),
             pid=os.getpid(),
-            transport=self._reconciler.totals.transport,
+            transport=totals.transport,
             span_lag=self._reconciler.span_lag,
+            trouble=self._misfit or self._engine.trouble or totals.trouble,
+            kv_usage=figures.kv_usage,
+            fleet=self._fleet,
         )
 
 

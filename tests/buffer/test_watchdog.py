@@ -191,3 +191,11 @@ def test_a_short_wait_is_told_nobody(caplog: pytest.LogCaptureFixture) -> None:
         log.see(Edge.NO_GROUP, 100.0, at)
     log.see(None, 0.0, 110.0)
     assert caplog.records == []
+
+
+def test_who_cannot_take_a_newer_version_says_why() -> None:
+    behind = dataclasses.replace(ENGINE, version=Version(1, 3), target=Version(1, 7), trouble="prepare 1:7: no room")
+    stall = only(seen(waiting(Edge.NO_VERSION), engines=(behind,)))
+    assert "e0 serves 1:3 and cannot take a newer one (prepare 1:7: no room)" in stall.why
+    starting = dataclasses.replace(ENGINE, state=EngineState.STARTING, version=None, trouble="prepare 1:7: no room")
+    assert "e0 is starting (prepare 1:7: no room)" in only(seen(waiting(Edge.NO_ENGINE), engines=(starting,))).why

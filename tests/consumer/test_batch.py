@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from buffer.contract import StepRecord
-from consumer import batch as batch_module
+from consumer import siblings as siblings_module
 from consumer.advantages import group_mean, group_std
 from consumer.batch import ChunkBatch, collate, micro_batches
 from protocol.codec import encode_group
@@ -100,10 +100,10 @@ def test_the_counts_are_those_of_the_tokens(make_record: Record, header_of: Call
 def test_a_guard_that_lets_an_old_token_through_stops_the_trainer(make_record: Record, header_of: Callable[..., GroupHeader], monkeypatch: pytest.MonkeyPatch):
     record = make_record(step=6, bound=3)
 
-    def broken(group: RolloutGroup, _: StepRecord) -> tuple[Any, ...]:
-        return tuple((rollout.mask, np.full(len(rollout.tokens), 4, dtype=np.int32)) for rollout in group.rollouts)
+    def broken(versions: list[Version], _: StepRecord) -> list[tuple[int, bool]]:
+        return [(4, True) for _ in versions]
 
-    monkeypatch.setattr(batch_module, "token_mask", broken)
+    monkeypatch.setattr(siblings_module, "judge", broken)
     groups = [random_group(7, header_of)]
     with pytest.raises(RollstreamError, match=r"group 7: a token of staleness 4 .* the bound is 3"):
         collate(record, groups, group_std)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import doctest
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from deploy.demo import folder as folders
 from deploy.demo import task, tokenizer
 from deploy.demo.bars import bars
 from deploy.demo.drill import Drill, DrillKind, Plan
+from deploy.demo.main import main as demo_main
 from deploy.summary import summarise
 from producer.rewards import load_function
 from protocol.config import load
@@ -118,6 +120,30 @@ def test_the_configuration_it_writes_is_valid_and_says_what_it_should(tmp_path: 
     assert Path(config.eval.path).is_file()
 
 
+def test_with_a_real_engine_there_is_one_server_on_the_cpu(tmp_path: Path) -> None:
+    demo = _demo(tmp_path, engine=folders.EngineKind.SGLANG, engine_python=str(tmp_path / 'odd "bin"' / "python"))
+    folders.claim(demo)
+    folders.fill(demo)
+    engine = load(UpConfig, demo.config, environ={}).engine
+    assert (engine.kind, engine.count, engine.device, engine.python) == ("sglang", 1, "cpu", demo.engine_python)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--engine-python", "/nowhere/python"), "/nowhere/python: has no SGLang; `make sglang-cpu`"),
+        (("--engine-python", sys.executable), "has no SGLang"),
+        (("--drill",), "--drill kills engines faster"),
+    ],
+)
+def test_a_real_engine_that_cannot_be_is_told_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    assert demo_main(["--dir", str(tmp_path / "demo"), "--engine", "sglang", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
+
+
 def test_a_folder_name_with_odd_characters_survives_the_configuration(tmp_path: Path) -> None:
     demo = folders.Demo(folder=tmp_path / 'a "b" \\ c é')
     folders.claim(demo)
@@ -190,6 +216,11 @@ def test_a_good_run_meets_every_bar() -> None:
 )
 def test_each_bar_is_missed_by_its_own_figure_alone(change: Mapping[str, Any], name: str) -> None:
     assert [bar.name for bar in bars({**_good(), **change}) if not bar.met] == [name]
+
+
+def test_a_real_engine_may_take_the_memory_that_it_needs() -> None:
+    missed = [[bar.name for bar in bars({**_good(), "peak_pss_bytes": size << 30}, real_engine=True) if not bar.met] for size in (5, 8)]
+    assert missed == [[], ["peak memory, GiB"]]
 
 
 def test_a_drill_is_not_judged_by_publish_lag() -> None:

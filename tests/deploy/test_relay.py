@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from deploy.relay import ROLE, RelayConfig, run_relay
+from protocol.audit import event
 from protocol.config import RedisConfig, RunConfig
 from protocol.errors import ConfigError
-from protocol.messages import RelayStatus
+from protocol.messages import Event, RelayStatus
 from protocol.presence import Presence
 from protocol.versions import Version
 from weightsync.channel import Channel
@@ -73,6 +74,9 @@ class Stage:
             assert bytes(tensors["w"].data) == weights(n).tensors["w"].data
         return status
 
+    async def events(self) -> list[Event]:
+        return [event(entry, fields) for entry, fields in await self.redis.xrange(self.keys.audit)]
+
     async def members(self) -> list[RelayStatus]:
         return await self._presence.members()
 
@@ -112,6 +116,25 @@ async def test_a_version_that_cannot_be_copied_does_not_end_it(stage: Stage):
         await stage.channel.publish(manifest, 1)
         await stage.publish(2)
         assert (await stage.has(2)).fulls == 2
+
+
+async def test_a_folder_that_fills_up_is_told_with_its_reason_and_copied_to_again_when_there_is_room(stage: Stage, tiny_disk: Path):
+    weights_ = stage.config.weights.model_copy(update={"relay": str(tiny_disk)})
+    stage.config = stage.config.model_copy(update={"weights": weights_})
+    stage.folder = relay_folder(weights_, stage.config.run)
+    stage.folder.mkdir(mode=0o700)
+    filler = tiny_disk / "filler"
+    filler.write_bytes(bytes(192 << 10))
+    async with stage.relay():
+        await stage.publish(0)
+        async with asyncio.timeout(20):
+            while not (failed := [one for one in await stage.events() if one.op == "copy_failed"]):
+                await asyncio.sleep(0.01)
+        assert (failed[0].fields["version"], failed[0].fields["folder"]) == ("1:0", str(stage.folder))
+        assert "No space left" in str(failed[0].fields["reason"])
+        filler.unlink()
+        await stage.has(0)
+        assert len([one for one in await stage.events() if one.op == "copy_failed"]) == 1
 
 
 async def test_what_is_held_for_its_copy_is_not_collected_meanwhile(stage: Stage):

@@ -43,6 +43,17 @@ def test_figures_of_a_small_run() -> None:
     assert (summary["peak_pss_bytes"], summary["cpu_seconds"]) == (5, {"trainer": 2.0})
 
 
+def test_updates_are_counted_by_what_brought_them() -> None:
+    run = small_run()
+    assert summarise(run.events, run.witness)["weight_updates_by_transport"] == {"unknown": 3}
+    assert " by unknown" not in _text(summarise(run.events, run.witness))
+    for at, way in ((11, "gloo"), (12, "gloo"), (13, "store")):
+        run.event(at, "applied", engine_id="engine-0", boot_nonce="boot:a", version="1:2", pause_s=0.01, transport=way)
+    summary = summarise(run.events, run.witness)
+    assert (summary["weight_updates"], summary["weight_updates_by_transport"]) == (6, {"gloo": 2, "store": 1, "unknown": 3})
+    assert "6 applied (2 by gloo, 1 by store, 3 by unknown), paused" in _text(summary)
+
+
 def test_an_engine_that_goes_back_is_counted_and_one_that_starts_again_is_not() -> None:
     run = small_run()
     run.applied(11, "1:1")

@@ -7,10 +7,13 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from buffer.config import BufferConfig
@@ -29,7 +32,9 @@ from deploy.up.main import UpOptions, up
 from deploy.up.plan import plan
 from deploy.up.process import ChildProcess, identity_of
 from deploy.up.records import Record, read_records, write_records
+from deploy.up.resources import sessions
 from deploy.up.supervisor import Child, Policy, Role
+from producer.engine.sglang.engine import _GRACE_S
 from protocol.config import RunConfig, load
 from protocol.connection import Client, connect
 from protocol.daemon import SUPERVISED
@@ -430,10 +435,36 @@ def test_a_trainer_is_given_the_time_that_its_own_deadlines_add_up_to(tmp_path: 
     assert given[Role.PRODUCER] == Policy().stop_s[Role.PRODUCER]
 
 
+def test_an_engine_host_is_given_the_time_that_its_server_needs_to_end(tmp_path: Path):
+    path = str(write_config(tmp_path))
+    embedded, sglang = (up_main.policy_for(load(UpConfig, path, sets=[f"engine.kind={kind}"])).stop_s[Role.ENGINE] for kind in ("embedded", "sglang"))
+    assert embedded == Policy().stop_s[Role.ENGINE]
+    assert sglang - embedded > _GRACE_S
+
+
 def test_children_know_that_their_redis_is_right(tmp_path: Path):
     config = load(UpConfig, str(write_config(tmp_path)))
     found = plan(config, tmp_path / "run.toml", (), redis=None)
     assert all(found.environment(child)[SUPERVISED] for child in found.children)
+
+
+def test_engines_of_the_evaluation_come_after_those_of_the_run(tmp_path: Path):
+    config = load(UpConfig, str(write_config(tmp_path)), sets=["engine.count=2", "eval.engines=1"])
+    children = plan(config, tmp_path / "run.toml", (), redis=None).children
+    assert [child.index for child in children if child.role is Role.ENGINE] == [0, 1, 2]
+
+
+def test_what_a_child_starts_in_a_session_of_its_own_is_counted_with_it(tmp_path: Path):
+    inner = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], start_new_session=True); print('up', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", inner], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        (grandchild,) = psutil.Process(child.pid).children()
+        members = sessions()
+        assert set(members[child.pid]) == {child.pid, grandchild.pid}
+        assert members[grandchild.pid] == [grandchild.pid]
+        child.communicate(b"\n")
+    grandchild.wait(30)
 
 
 def test_weights_that_were_copied_half_are_named(tmp_path: Path):

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import shutil
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from buffer.config import BufferConfig
 from buffer.redis_ledger import RedisLedger
 from deploy import weights_check
 from deploy.cli import main
+from deploy.weights_check import Row
 from producer.engine.host import EngineHostConfig, run_host
 from protocol.config import load
 from protocol.connection import Client
@@ -48,7 +49,7 @@ def write_run(folder: Path, url: str, keys: Keys, model: Path, **changes: str) -
         "redis": f'url = "{url}"',
         "model": f'path = "{model}"',
         "rollout": "max_prompt_tokens = 8\nmax_new_tokens = 8",
-        "engine": "slots = 2",
+        "engine": 'slots = 2\ndtype = "float32"',
         "weights": "",
     } | changes
     sections["weights"] += f'\nstore = "{folder}/store"\nrelay = "{folder}/relay"'
@@ -85,6 +86,8 @@ async def served(path: Path, client: Client, keys: Keys) -> AsyncIterator[Engine
             async with asyncio.timeout(_WAIT_S):
                 while True:
                     mark = waker.mark(Topic.ENGINES)
+                    if host.done():
+                        await host
                     if engines := [one for one in await registry.routable() if one.version == Version(incarnation, 1)]:
                         break
                     await waker.wait(Topic.ENGINES, since=mark)
@@ -111,7 +114,8 @@ async def test_an_engine_is_compared_with_what_was_published_and_a_change_is_nam
     path = write_run(tmp_path, redis_url, keys, model, weights=weights, engine=f'slots = 2\ndtype = "{dtype}"')
     async with served(path, redis, keys) as engine, aiohttp.ClientSession() as session:
         capsys.readouterr()
-        assert await check(capsys, path) == (0, [{"engine_id": engine.engine_id, "version": "1:1", "verdict": "same", "why": ""}])
+        right = {"engine_id": engine.engine_id, "version": "1:1", "verdict": "same", "why": "", "lag_steps": 0, "trouble": ""}
+        assert await check(capsys, path) == (0, [right])
         await EngineControl(session, engine.url).update_from_disk(str(model), "1:1", deadline_s=20.0)
         code, (found,) = await check(capsys, path)
         assert (code, found["verdict"]) == (1, "differs")
@@ -122,17 +126,63 @@ async def test_an_engine_is_compared_with_what_was_published_and_a_change_is_nam
         assert found["why"].startswith("not compared: ")
 
 
-@pytest.mark.parametrize(("verdict", "code"), [(Verdict.SAME, 0), (Verdict.AGREE, 0), (Verdict.ALONE, 0), (Verdict.DIFFERS, 1), (Verdict.UNKNOWN, 1)])
+@pytest.mark.parametrize(
+    ("verdict", "trouble", "code"),
+    [
+        (Verdict.SAME, "", 0),
+        (Verdict.AGREE, "", 0),
+        (Verdict.ALONE, "", 0),
+        (Verdict.DIFFERS, "", 1),
+        (Verdict.UNKNOWN, "", 1),
+        (Verdict.SAME, "No space left on device", 1),
+    ],
+)
 def test_what_is_not_proven_is_said_and_only_what_is_wrong_fails(
-    verdict: Verdict, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verdict: Verdict, trouble: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    async def found(*_: object) -> list[Finding]:
-        return [Finding(engine_id="e0", version="1:2", verdict=Verdict.SAME), Finding(engine_id="e1", version="1:2", verdict=verdict, why="as it is")]
+    async def found(_config: object, _url: str, told: Callable[[Row], None]) -> list[Row]:
+        rows = [
+            Row(finding=Finding(engine_id=EngineId("e0"), version="1:2", verdict=Verdict.SAME), lag_steps=0),
+            Row(finding=Finding(engine_id=EngineId("e1"), version="1:2", verdict=verdict, why="as it is"), lag_steps=4, trouble=trouble),
+        ]
+        for row in rows:
+            told(row)
+        return rows
 
     monkeypatch.setattr(weights_check, "check_run", found)
     path = write_run(tmp_path, "unix:///nowhere", Keys("r"), tmp_path)
     assert main(["weights", "check", "-c", str(path)]) == code
-    assert capsys.readouterr().out.splitlines()[2].split() == ["e1", "1:2", verdict.value, "as", "it", "is"]
+    heading, first, second = (line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines())
+    assert heading == ["engine", "version", "verdict", "behind", "why"]
+    assert first == ["e0", "1:2", "same", "0", "-"]
+    assert second == ["e1", "1:2", verdict.value, "4", f"as it is; trouble: {trouble}" if trouble else "as it is"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "trouble", "code", "says"),
+    [
+        (1, "", 0, ""),
+        (1, "prepare 1:9: No space left on device", 1, "prepare 1:9: No space left on device"),
+        (9, "", 0, ""),
+        (10, "", 1, "more than buffer.max_staleness 8 behind, and it reports no trouble: look at its log"),
+    ],
+)
+async def test_an_engine_that_holds_what_it_says_and_is_left_behind_is_flagged(
+    trained: int, trouble: str, code: int, says: str, redis: Client, redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It serves 1:1; K is 8: what it writes nine steps later is in no loss."""
+    path = write_run(tmp_path, redis_url, keys, write_model(tmp_path / "model", seed=1))
+    async with served(path, redis, keys) as engine:
+        await redis.hset(keys.state, "trained", trained)
+        registry = Registry(redis, keys)
+        gone = dataclasses.replace(engine, engine_id=EngineId("z-copy"), boot_nonce="z", trouble=trouble)
+        await registry.beat(gone)
+        await registry.ack("z-copy", "z", Version(1, 1))
+        capsys.readouterr()
+        found, rows = await check(capsys, path)
+    assert found == code
+    assert [row["verdict"] for row in rows] == ["same", "same"]
+    assert (rows[1]["lag_steps"], rows[1]["trouble"]) == (trained - 1, says)
 
 
 async def test_without_engines_nothing_is_proven_and_without_a_run_it_says_so(
@@ -159,13 +209,17 @@ async def test_who_has_answered_is_told_while_another_is_waited_for_and_stays_to
             for one in (last, gone):
                 await Registry(redis, keys).beat(one)
             capsys.readouterr()
-            asked = asyncio.create_task(weights_check.check_run(load(weights_check.WeightsCheckConfig, str(path)), redis_url))
-            said = ""
+            config = load(weights_check.WeightsCheckConfig, str(path))
+            asked = asyncio.create_task(weights_check.check_run(config, redis_url, weights_check._Lines()))
+            said = rows = ""
             async with asyncio.timeout(_WAIT_S):
                 while f"asking http://127.0.0.1:{port}" not in said:
                     assert not asked.done()
                     await asyncio.sleep(0.01)
-                    said += capsys.readouterr().err
+                    wrote = capsys.readouterr()
+                    said, rows = said + wrote.err, rows + wrote.out
+            verdicts = [line.split()[:3] for line in rows.splitlines()]
+            assert verdicts == [["engine", "version", "verdict"], ["a-gone", "-", "unknown"], [engine.engine_id, "1:1", "same"]]
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked

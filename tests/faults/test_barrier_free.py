@@ -54,7 +54,7 @@ class Window:
 
 
 async def ask_for_ever(stand: Stand, role: str, window: Window) -> None:
-    """One request after the other, so that the engine is never idle for long: an idle one pauses without asking."""
+    """One request after the other, so that the engine is never idle for long."""
     client, sampling = EngineClient(stand.session), Sampling(max_new_tokens=_TOKENS, ignore_eos=True)
     while True:
         engine = next((one for one in await stand.registry.routable() if one.engine_id == stand.engine_id(role)), None)
@@ -96,8 +96,8 @@ async def measure(stand: Stand) -> Window:
 
 @pytest.mark.timeout(180)
 async def test_the_others_keep_up_with_the_publisher_as_they_do_without_a_slow_one(tmp_path: Path, weight_nest: Path):
-    """The slow one has a pause of its own (max_paused 2): how often it may pause is its setting, and the only thing that the others could wait for."""
-    changes = {"engine": {"slots": 4, "pace_s": 0.01, "apply_delay_factor": FACTOR}, "weights": {"max_paused": 2}}
+    """Each has a pause of its own (max_paused 4): how many may pause is a setting, and the only thing that the others could wait for."""
+    changes = {"engine": {"slots": 4, "pace_s": 0.01, "apply_delay_factor": FACTOR}, "weights": {"max_paused": 4}}
     async with Stand(tmp_path / "stand", write_model(tmp_path / "model", seed=1), "store", weight_nest, engines=4, changes=changes) as stand:
         alike = await measure(stand)
         await stand.kill(SLOW)

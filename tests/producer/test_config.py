@@ -28,6 +28,8 @@ def test_defaults_are_enough_and_words_of_a_file_become_choices() -> None:
         ({"reward": {"function": "a:b"}}, "set kind to function, or leave function out"),
         ({"producer": {"sample_deadline_seconds": 100.0, "group_deadline_seconds": 10.0}}, "sample_deadline_seconds 100 exceeds group_deadline_seconds 10"),
         ({"producer": {"max_inflight_groups": "8"}}, "producer.max_inflight_groups: got '8' (str)"),
+        ({"producer": {"router_url": "router:30000"}}, "router_url is 'router:30000': give http://host:port"),
+        ({"producer": {"progress_seconds": 0}}, "producer.progress_seconds"),
         ({"eval": {"evry_seconds": 1}}, "did you mean eval.every_seconds?"),
     ],
 )

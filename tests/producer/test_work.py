@@ -11,8 +11,9 @@ import pytest
 
 from buffer.client import ProducerBuffer
 from buffer.contract import Granted
-from producer.engine.client import EngineClient, Sampling
+from producer.engine.client import EngineClient, Sampling, open_session
 from producer.outage import through_outage
+from producer.pace import Load
 from producer.pool import EnginePool
 from producer.rollout import GroupMaker
 from producer.sampler import Sampler
@@ -24,6 +25,7 @@ from protocol.groups import payload_bound
 from protocol.messages import Edge, Reason
 from protocol.versions import Version
 from protocol.wakeups import Topic
+from tests.producer.streaming import Ill, StreamingEngine, register
 
 
 class Bench:
@@ -34,10 +36,13 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def working(stage: Any, config: Any, prepared: Any, *, drain_s: float = 0.0, buffer: Any = None) -> AsyncIterator[Bench]:
+async def working(
+    stage: Any, config: Any, prepared: Any, *, drain_s: float = 0.0, buffer: Any = None, client: EngineClient | None = None
+) -> AsyncIterator[Bench]:
     closing = asyncio.Event()
     pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
-    sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
+    client = client or EngineClient(stage.session)
+    sampler = Sampler(pool=pool, client=client, grader=prepared.grader, config=config.producer, decode=prepared.decode)
     maker = GroupMaker(sampler, Sampling(max_new_tokens=8), group_size=2, group_filter=config.producer.filter, producer_id="p", owner="o" * 16)
     work = GroupWork(
         buffer or ProducerBuffer(stage.ledger, stage.wakeups, "o" * 16),
@@ -271,3 +276,49 @@ async def test_work_is_cut_short_by_its_event_and_its_own_failure_comes_out() ->
     assert cleaned == [True]
     with pytest.raises(ValueError, match="mine"):
         await unless(asyncio.Event(), fail(), name="fail")
+
+
+async def test_no_more_groups_are_under_way_than_the_engines_can_hold_and_more_as_soon_as_they_can(stage: Any) -> None:
+    config = stage.config(producer={"max_inflight_groups": 4})
+    prepared = await stage.create(config, pipeline_depth=9.0)
+    engine = await stage.engine("a")
+    engine.behave = lambda _: "hang"
+    full, fine = [Load(kv_usage=0.95, running=8)], [Load(kv_usage=0.2, running=6)]
+    async with working(stage, config, prepared) as bench:
+        await until(stage, lambda: len(engine.requests) == 8)
+        assert bench.work.inflight_limit == 0
+        bench.work.adapt(full)
+        bench.work.adapt(full)
+        assert bench.work.inflight_limit == 3, "one decrease, while four groups are under way still"
+        done, engine.go = engine.go, asyncio.Event()
+        done.set()
+        await until(stage, lambda: bench.work.tally.put == 4 and len(engine.requests) == 14)
+        assert len(bench.work) == 3
+        bench.work.adapt(fine)
+        await until(stage, lambda: len(engine.requests) == 16)
+        assert len(bench.work) == 4
+        assert bench.work.inflight_limit == 0
+
+
+async def test_a_run_of_groups_goes_on_over_a_time_without_any_engine(stage: Any) -> None:
+    """The only engine is killed with requests under way, and another comes later: no group fails."""
+    config = stage.config(producer={"sample_retries": 0})
+    prepared = await stage.create(config)
+    first = StreamingEngine(behave=lambda _: Ill(after=3, how="hang"))
+    async with contextlib.AsyncExitStack() as life, open_session() as session:
+        await life.enter_async_context(first.serving())
+        await register(stage.registry, "a", first.url)
+        async with working(stage, config, prepared, client=EngineClient(session, stream=True)) as bench:
+            await until(stage, lambda: first.generated == 12)
+            await life.aclose()
+            await until(stage, lambda: bench.pool.waiting_since > 0 and len(bench.pool.resting) == 1)
+            await stage.registry.leave("a", "boot:1")
+            await until(stage, lambda: len(bench.pool.resting) == 0)
+            assert len(bench.work) == 2
+            async with StreamingEngine().serving() as second:
+                await register(stage.registry, "b", second.url)
+                await until(stage, lambda: bench.work.tally.put == 5)
+                assert bench.pool.waiting_since == 0
+                assert second.generated == 5 * 2 * 8 - 12, "what the first one wrote is not written again"
+            assert bench.work.tally.failed == 0
+    assert {event["attempt"] for event in await stage.audit("put")} == {1}

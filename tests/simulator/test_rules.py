@@ -27,7 +27,17 @@ LATE_LOOKS = Bias(
     kinds=("letters again",),
     count=2,
     settings={"groups_per_step": 1, "chunk_groups": 1, "pipeline_depth": 3.0, "max_staleness": 8},
-    scenario={"publish_every": 1, "keep_versions": 1, "engines": 3, "apply_s": 0.2, "train_s": 0.02, "mean_s": 0.2, "fail_rate": 0.0, "filter_rate": 0.0},
+    scenario={
+        "publish_every": 1,
+        "keep_versions": 1,
+        "engines": 3,
+        "max_paused": 3,
+        "apply_s": 0.2,
+        "train_s": 0.02,
+        "mean_s": 0.2,
+        "fail_rate": 0.0,
+        "filter_rate": 0.0,
+    },
 )
 REPLACED = Bias(
     message_rate=0.2,
@@ -35,7 +45,7 @@ REPLACED = Bias(
     points=("attached",),
     count=12,
     settings={"pipeline_depth": 0.0},
-    scenario={"publish_every": 1},
+    scenario={"publish_every": 1, "engines": 1, "exact": True, "checkpoint_every": 3},
 )
 
 CAUGHT: list[tuple[str, str, Bias]] = [
@@ -75,6 +85,9 @@ CAUGHT: list[tuple[str, str, Bias]] = [
     ("take_over acks_again", "I4", TAKEN_OVER),  # an ack that does not fit is made again, in full
     ("acks_again", "I4", FALLS_ON_POLICY),
     ("pause_limit", "W8", NO_BIAS),
+    ("idle_off_routes", "W8", NO_BIAS),
+    ("pause_in_time", "W8", NO_BIAS),
+    ("lets_go_its_own", "W1", Bias(kinds=("reconciler stalls", "freeze at"), points=("paused", "loaded"), count=12)),
     ("version_floor", "V3", FALLS),
     ("pins", "W5", NO_BIAS),
     ("pins_what_it_applies", "W5", LATE_LOOKS),

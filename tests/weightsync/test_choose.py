@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ async def test_every_way_has_the_store_behind_it(rig: Any, tmp_path: Path, trans
     assert ways._store.name == name
     if isinstance(ways._store, RelayTransport):
         assert ways._store._mirror._bucket_bytes == config.bucket_mb << 20 != 256 << 20
+        beside = ways._store._spare
+        assert (beside is None) == url, "only a folder has room beside it"
+        assert beside is None or (beside.folder.parent, beside.folder.name) == (ways._store._mirror.store.folder, f"copies-{socket.gethostname()}")
     if ways._primary is not None:
         assert ways._primary.name == transport
     await asyncio.wait_for(ways.aclose(), 10)

@@ -188,6 +188,8 @@ GROUP = {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "wor
         (lambda c: c.weights_checksum(deadline_s=5), "/weights_checker", {"action": "checksum"}),
         (lambda c: c.pause("retract"), "/pause_generation", {"mode": "retract"}),
         (lambda c: c.abort_all(), "/abort_request", {"rid": "", "abort_all": True}),
+        (lambda c: c.release_memory(), "/release_memory_occupation", {}),
+        (lambda c: c.resume_memory(), "/resume_memory_occupation", {}),
     ],
 )  # fmt: skip
 async def test_every_call_says_what_servers_would_otherwise_assume(rig: Any, call: Any, path: str, body: dict[str, Any]):
@@ -207,7 +209,7 @@ async def test_every_call_says_what_servers_would_otherwise_assume(rig: Any, cal
 
 
 async def test_a_call_that_waits_for_bytes_of_its_own_is_never_sent_twice(rig: Any):
-    """A closed connection leaves it open whether the engine took the call: a second one would wait for a broadcast that nobody sends."""
+    """A closed connection leaves it open whether the engine took the call: a second one would wait for a broadcast that nobody sends, or end the server."""
     calls: list[str] = []
 
     async def handler(request: web.Request) -> web.Response:
@@ -224,6 +226,8 @@ async def test_a_call_that_waits_for_bytes_of_its_own_is_never_sent_twice(rig: A
             lambda: control.update_from_distributed(BUCKET, group="g", version=None, deadline_s=5),
             lambda: control.update_from_tensor(["p"], load_format=None, version=None, deadline_s=5),
             lambda: control.init_group(**GROUP, deadline_s=5),
+            lambda: control.release_memory(deadline_s=5),
+            lambda: control.resume_memory(deadline_s=5),
         ]
         for call in once:
             with pytest.raises(EngineUnavailable, match="closed the connection"):
@@ -232,6 +236,8 @@ async def test_a_call_that_waits_for_bytes_of_its_own_is_never_sent_twice(rig: A
             "/update_weights_from_distributed",
             "/update_weights_from_tensor",
             "/init_weights_update_group",
+            "/release_memory_occupation",
+            "/resume_memory_occupation",
         ]
     finally:
         await runner.cleanup()

@@ -21,6 +21,7 @@ from protocol.messages import Manifest
 from protocol.versions import Version
 from tests.weightsync.places import BUCKET, KINDS, Place, place_of, raw, weights
 from weightsync.control import EngineControl
+from weightsync.fallback import Transports
 from weightsync.mirror import Mirror
 from weightsync.safetensors_file import open_model
 from weightsync.snapshot import Snapshot, TensorBytes
@@ -387,3 +388,120 @@ async def test_where_there_is_no_room_nothing_is_left_and_the_transport_says_so(
         with pytest.raises(TransportFailed, match="No space left"):
             await transport.prepare(manifest, deadline_s=DEADLINE_S)
     assert {path.name for path in (tiny_disk / "relay").iterdir()} == {".lock"}
+
+
+def big(n: int) -> Snapshot:
+    """400 kB, of which a step changes one byte in a thousand."""
+    content = bytearray(400_000)
+    content[: 400 * n] = b"\1" * 400 * n
+    return Snapshot(version=Version(1, n), tensors={"w": TensorBytes(dtype="U8", shape=(400_000,), data=bytes(content))})
+
+
+def unwritable(tmp_path: Path, tiny_disk: Path, which: str) -> Path:
+    """A folder that root cannot write copies to either."""
+    if which == "full":
+        return tiny_disk / "relay"
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" / "relay"
+
+
+@pytest.mark.parametrize("which", ["full", "under a file"])
+async def test_an_engine_whose_machine_cannot_hold_copies_takes_them_from_beside_the_store_and_comes_back_when_it_can(
+    rig: Any, tmp_path: Path, store: DirectoryStore, tiny_disk: Path, which: str, caplog: pytest.LogCaptureFixture
+):
+    made = [store.write(big(0))]
+    made += [store.write_delta(big(n), made[-1], big(n - 1).tensors) for n in (1,)]
+    folder, beside = unwritable(tmp_path, tiny_disk, which), store.folder / "copies-here"
+    async with rig.server("b1") as server:
+        control = EngineControl(rig.session, server.url)
+        transport = RelayTransport(Mirror(folder, store), control, spare=Mirror(beside, store))
+        for manifest, place in ((made[1], beside / "v1-1"), (made[0], store.folder / "v1-0"), (made[1], beside / "v1-1")):
+            with caplog.at_level("WARNING"):
+                await transport.prepare(manifest, deadline_s=DEADLINE_S)
+            await transport.apply(manifest, deadline_s=DEADLINE_S)
+            assert (server.bodies[-1]["model_path"], server.version, server.digest) == (str(place), str(manifest.version), manifest.digest)
+            assert transport.name == "store"
+        assert len([line for line in caplog.messages if "cannot be copied" in line]) == 1, "a log is told once, not at every version"
+        if which == "under a file":
+            folder.parent.unlink()
+            await transport.prepare(made[1], deadline_s=DEADLINE_S)
+            await transport.apply(made[1], deadline_s=DEADLINE_S)
+            assert (server.bodies[-1]["model_path"], transport.name) == (str(folder / "v1-1"), "delta")
+    assert {path.name for path in store.folder.glob("v*")} == {"v1-0", "v1-1"}, "the store itself is as it was"
+    assert store.sweep(2, [one.version for one in made]) == ()
+
+
+async def test_with_no_room_anywhere_it_says_both_places(rig: Any, tmp_path: Path, store: DirectoryStore, tiny_disk: Path):
+    whole = store.write(big(0))
+    changed = store.write_delta(big(1), whole, big(0).tensors)
+    (tmp_path / "file").write_text("")
+    control = EngineControl(rig.session, "http://127.0.0.1:1")
+    transport = RelayTransport(Mirror(tiny_disk / "a", store), control, spare=Mirror(tmp_path / "file" / "b", store))
+    with pytest.raises(TransportFailed, match=r"cannot be copied to .*/a: .*No space left.*; nor to .*/b: "):
+        await transport.prepare(changed, deadline_s=DEADLINE_S)
+
+
+async def test_an_update_past_a_full_folder_is_recorded_as_the_store_s_and_the_engine_has_no_trouble(rig: Any, store: DirectoryStore, tiny_disk: Path):
+    async with rig.server("b1") as server:
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        reconciler = rig.reconciler("e0", server)
+        spare = Mirror(store.folder / "copies-here", store, rig.channel)
+        reconciler._transports = Transports(
+            None, RelayTransport(Mirror(tiny_disk / "relay", store, rig.channel), EngineControl(rig.session, server.url), spare=spare)
+        )
+        async with rig.running(reconciler):
+            parent = None
+            for n in range(3):
+                await rig.attach(1, n)
+                parent = store.write(big(0)) if parent is None else store.write_delta(big(n), parent, big(n - 1).tensors)
+                await rig.channel.publish(parent, 1)
+                await rig.serves("e0", f"1:{n}")
+                assert server.digest == parent.digest
+            assert reconciler.totals.trouble == ""
+    assert [one["transport"] for one in await rig.events("applied")] == ["store"] * 3
+
+
+async def test_an_engine_that_cannot_be_brought_to_a_version_by_any_way_says_why_and_goes_on_with_what_it_has(rig: Any, store: DirectoryStore, tiny_disk: Path):
+    async with rig.server("b1") as server:
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        reconciler = rig.reconciler("e0", server)
+        reconciler._transports = Transports(None, RelayTransport(Mirror(tiny_disk / "relay", store, rig.channel), EngineControl(rig.session, server.url)))
+        async with rig.running(reconciler):
+            await rig.attach(1, 0)
+            whole = store.write(big(0))
+            await rig.channel.publish(whole, 1)
+            await rig.serves("e0", "1:0")
+            await rig.attach(1, 1)
+            await rig.channel.publish(store.write_delta(big(1), whole, big(0).tensors), 1)
+            async with asyncio.timeout(20):
+                while not reconciler.totals.trouble:
+                    await asyncio.sleep(0.01)
+            assert "No space left" in reconciler.totals.trouble
+            assert "prepare 1:1" in reconciler.totals.trouble
+            await rig.serves("e0", "1:0")
+            await rig.attach(1, 2)
+            await rig.channel.publish(store.write(big(2)), 1)  # the next whole version lies in the store, and needs no copy
+            await rig.serves("e0", "1:2")
+            assert reconciler.totals.trouble == ""
+
+
+async def test_a_full_disk_gives_up_copies_that_are_only_kept(rig: Any, store: DirectoryStore, tiny_disk: Path):
+    """Room for two: the one that an engine has, and the next."""
+
+    def small(n: int) -> Snapshot:
+        content = bytearray(60_000)
+        content[:n] = b"\1" * n
+        return Snapshot(version=Version(1, n), tensors={"w": TensorBytes(dtype="U8", shape=(60_000,), data=bytes(content))})
+
+    mirror = Mirror(tiny_disk / "relay", store, rig.channel, keep=8)
+    parent = None
+    for n in range(5):
+        parent = store.write(small(0)) if parent is None else store.write_delta(small(n), parent, small(n - 1).tensors)
+        await rig.attach(1, n)
+        await rig.channel.publish(parent, 1)
+        if n:
+            holds_small = await mirror.ensure(parent, deadline_s=DEADLINE_S)
+            with open_model(holds_small) as tensors:
+                assert bytes(tensors["w"].data) == bytes(small(n).tensors["w"].data)
+    assert mirror.totals.deltas == 4
+    assert len(list((tiny_disk / "relay").glob("v*"))) < 4

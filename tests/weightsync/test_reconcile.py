@@ -54,6 +54,28 @@ def test_a_newer_version_seen_while_waiting_for_a_pause_takes_its_place():
     assert core.next(0.0) == Pause(Version(1, 3))
 
 
+def test_a_right_to_pause_that_ran_out_unused_is_asked_for_again_after_a_look():
+    core = Core()
+    core.seen(sight(1, 2))
+    core.prepared(Version(1, 2))
+    core.granted()
+    assert core.next(0.0) == Apply(Version(1, 2))
+    core.lapsed()
+    assert core.next(0.0) == Wait(None, for_pause=True)
+    core.seen(sight(1, 2))
+    assert core.next(0.0) == Pause(Version(1, 2))
+
+
+def test_an_engine_is_up_to_date_only_with_the_newest_version_that_the_registry_knows_of():
+    core = Core()
+    assert not core.up_to_date
+    serve(core, Version(1, 2))
+    assert core.up_to_date
+    for look in (sight(1, 3), sight(1, 2, EngineState.UNFIT), Sight(Version(1, 2), EngineState.ROUTABLE, Version(1, 1)), Sight(None, EngineState.ROUTABLE)):
+        core.seen(look)
+        assert not core.up_to_date
+
+
 def test_failures_wait_longer_and_longer_up_to_a_bound_and_success_forgets_them():
     core, now, waits = Core(), 0.0, []
     for _ in range(12):

@@ -24,7 +24,9 @@ local from = facts.version
 facts.version, facts.target, facts.reason = version, '', ''
 if facts.state ~= 'leaving' then
   facts.state = 'routable'
-  redis.call('HSET', KEYS[2], engine, version .. ':' .. ms(facts.expires))
+  if facts.fleet ~= 'eval' then -- slots are promised on engines that fill them
+    redis.call('HSET', KEYS[2], engine, version .. ':' .. ms(facts.expires))
+  end
 end
 keep_facts(KEYS[1], engine, facts)
 pin(KEYS[3], engine .. '/serving', version, now + ARGV[5])

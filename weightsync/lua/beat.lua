@@ -1,5 +1,5 @@
 -- An engine's heartbeat: registers a new boot, renews a known one, its route and its pins (rule W3).
--- KEYS: engines, facts, routable, pins, audit, wakeups, pauses   ARGV: engine, boot, status, leaving ("1"), ttl ms, pin ttl ms
+-- KEYS: engines, facts, routable, pins, audit, wakeups, pauses   ARGV: engine, boot, status, leaving ("1"), ttl ms, pin ttl ms, fleet
 local now = now_ms()
 local engine, boot = ARGV[1], ARGV[2]
 local facts = facts_of(KEYS[2], engine)
@@ -31,9 +31,10 @@ if ARGV[4] == '1' and facts.state ~= 'leaving' then
   announce = true
 end
 facts.expires = now + ARGV[5]
+facts.fleet = ARGV[7]
 keep_facts(KEYS[2], engine, facts)
 redis.call('HSET', KEYS[1], engine, ARGV[3])
-if facts.state == 'routable' then
+if facts.state == 'routable' and facts.fleet ~= 'eval' then -- slots are promised on engines that fill them
   redis.call('HSET', KEYS[3], engine, facts.version .. ':' .. ms(facts.expires))
 end
 if facts.version ~= '' then

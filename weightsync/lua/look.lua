@@ -1,5 +1,7 @@
 -- What a reconciler must know before it decides, while it renews its lock and pins what it may take (rules W1, W5).
--- KEYS: facts, weights, pins, reconcilers   ARGV: engine, boot, reconciler, lock ms, pin ttl ms, version whose manifest is at hand ("": none)
+-- The fleet that evaluates goes for what it is asked for, as long as that is kept, and for nothing else.
+-- KEYS: facts, weights, pins, reconcilers, aim of the evaluation   ARGV: engine, boot, reconciler, lock ms, pin ttl ms, version whose manifest is at hand ("": none),
+--   "1": deltas cannot be had there, so what the newest is made from, whole
 local now = now_ms()
 local engine, boot, owner = ARGV[1], ARGV[2], ARGV[3]
 local facts = facts_of(KEYS[1], engine)
@@ -15,6 +17,22 @@ if not facts or facts.boot ~= boot then
   return { 'UNKNOWN' }
 end
 local newest = redis.call('HGET', KEYS[2], 'newest') or ''
+if facts.fleet == 'eval' then
+  newest = redis.call('GET', KEYS[5]) or ''
+  if redis.call('HEXISTS', KEYS[2], 'manifest:' .. newest) == 0 then
+    newest = ''
+  end
+end
+local published = newest
+if ARGV[7] == '1' then
+  local base = newest
+  while base and redis.call('HEXISTS', KEYS[2], 'parent:' .. base) == 1 do
+    base = redis.call('HGET', KEYS[2], 'parent:' .. base)
+  end
+  if redis.call('HEXISTS', KEYS[2], 'manifest:' .. base) == 1 and not older(base, facts.version) then
+    newest = base
+  end
+end
 local manifest = ''
 if newest ~= '' and facts.state ~= 'leaving' and (facts.version ~= newest or facts.state ~= 'routable') then
   pin(KEYS[3], engine .. '/target', newest, now + ARGV[5])
@@ -26,4 +44,4 @@ if newest ~= '' and facts.state ~= 'leaving' and (facts.version ~= newest or fac
     manifest = redis.call('HGET', KEYS[2], 'manifest:' .. newest) or ''
   end
 end
-return { 'OK', facts.state, newest, facts.version, manifest }
+return { 'OK', facts.state, newest, facts.version, published, manifest }

@@ -1,5 +1,8 @@
 -- May this engine pause now? Lengthens the reconciler's lock over the whole update in the same step (rules W1, W8).
--- A claim waits in line: oldest version first, then the engine id. An idle engine pauses nobody: it is let through and not counted.
+-- A claim waits in line: oldest version first, then the engine id.
+-- An engine that is off the routes and idle pauses nobody: it is let through and not counted. On the routes an idle one may be asked at any moment, so it waits
+-- in line as well; none comes onto them meanwhile but by its ack, which ends its pause.
+-- Nor does one of the fleet that evaluates pause anybody: it takes a version between two evaluations.
 -- An engine that decodes is paused only while the given share of those that do is left; with none paused, one always may be, or a small run would stand still.
 -- The version is pinned by its own name, since a look that comes late, or again, moves the pin on what is to be taken next to a newer one (rule W5).
 -- KEYS: facts, reconcilers, pauses, weights, pins
@@ -17,14 +20,14 @@ end
 if redis.call('HEXISTS', KEYS[4], 'manifest:' .. ARGV[9]) == 0 then
   return { 'GONE' }
 end
-if ARGV[7] ~= '1' then
+if facts.fleet ~= 'eval' and (ARGV[7] ~= '1' or facts.state == 'routable') then
   local most, share = tonumber(ARGV[4]), tonumber(ARGV[8])
   if share > 0 and facts.state == 'routable' then
     local serving = 0
     local everybody = redis.call('HVALS', KEYS[1])
     for i = 1, #everybody do
       local theirs = cjson.decode(everybody[i])
-      if theirs.state == 'routable' and theirs.expires > now then
+      if theirs.state == 'routable' and theirs.fleet ~= 'eval' and theirs.expires > now then
         serving = serving + 1
       end
     end

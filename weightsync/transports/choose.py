@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import aiohttp
 
@@ -18,6 +19,9 @@ from weightsync.roles import WEIGHT_SERVER
 from weightsync.store import DirectoryStore, VersionStore
 from weightsync.transports.contract import Transport
 from weightsync.transports.store import StoreTransport
+
+_BESIDE = "copies-"
+"""Of a machine whose own folder cannot hold copies: what its folder in the store begins with."""
 
 
 def make_transports(
@@ -56,5 +60,8 @@ def _from_store(config: WeightsConfig, *, store: VersionStore, control: EngineCo
     from weightsync.mirror import Mirror
     from weightsync.transports.relay import RelayTransport
 
-    mirror = Mirror(folder, store, Channel(client, keys), keep=config.keep, bucket_bytes=config.bucket_mb << 20)
-    return RelayTransport(mirror, control, name=config.transport if config.transport == "delta" else "store")
+    def mirror(where: str | os.PathLike[str]) -> Mirror:
+        return Mirror(where, store, Channel(client, keys), keep=config.keep, bucket_bytes=config.bucket_mb << 20)
+
+    spare = mirror(store.folder / f"{_BESIDE}{socket.gethostname()}") if isinstance(store, DirectoryStore) else None
+    return RelayTransport(mirror(folder), control, name="delta" if config.transport == "delta" else "store", spare=spare)

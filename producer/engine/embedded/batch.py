@@ -20,6 +20,8 @@ from producer.engine.embedded.request import Request
 from producer.engine.embedded.sampling import Rows, Sampled, sample
 
 ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+LEFT_WAITING = {"type": "abort", "message": "Abort in waiting queue"}
+"""Of a request that waits, for its first slot or for one to go on in: SGLang answers it with less than others."""
 _NOT_FINITE = {
     "type": "abort",
     "message": "the model's logits are not finite",
@@ -120,14 +122,18 @@ class Batch:
                 request.finish = dict(_NOT_FINITE)
                 done.append(first + row)
                 continue
+            if not request.sampling.max_new_tokens:
+                request.finish = {"type": "length", "length": 0}
+                done.append(first + row)
+                continue
             request.output.append(token)
             request.logprobs.append(logprob)
             if request.top_logprobs:
                 request.tops.append(_top(sampled.logprobs[row], request.top_logprobs))
-            if token in request.stop_ids:
-                request.finish = {"type": "stop", "matched": token}
-            elif request.sampling.stop and (matched := self._stop_string(request)) is not None:
+            if request.sampling.stop and (matched := self._stop_string(request)) is not None:
                 request.finish = {"type": "stop", "matched": matched}
+            elif token in request.stop_ids:
+                request.finish = {"type": "stop", "matched": token}
             elif len(request.output) >= request.sampling.max_new_tokens:
                 request.finish = {"type": "length", "length": len(request.output)}
             else:
@@ -136,10 +142,27 @@ class Batch:
         return done
 
     def _stop_string(self, request: Request) -> str | None:
-        """A stop string within the newest tokens; every token but a special one writes at least one byte."""
-        bound = max(len(text.encode()) for text in request.sampling.stop) + 4
-        tail = self._model.tokenizer.decode(request.output[-bound:], skip_special_tokens=request.sampling.skip_special_tokens)
+        """A stop string within the newest tokens, as many as the longest takes when the tokenizer writes it, and one more. As in SGLang, special tokens count
+        as what they are called, and what was sampled in smaller pieces than that may be missed.
+        """
+        tail = self._tail(request)
         return next((text for text in request.sampling.stop if text in tail), None)
+
+    def _tail(self, request: Request) -> str:
+        tail: str = self._model.tokenizer.decode(request.output[-request.sampling.stop_tokens - 1 :], skip_special_tokens=False)
+        return tail
+
+    def streamed(self) -> list[tuple[Request, int]]:
+        """The requests that are read while they are written, each with how many of its tokens may be shown: none that a stop string may begin with."""
+        streams = [request for request in self.requests if request.stream]
+        for request in streams:
+            if not request.sampling.stop or not self._may_stop(request):
+                request.shown = len(request.output)
+        return [(request, request.shown) for request in streams]
+
+    def _may_stop(self, request: Request) -> bool:
+        tail = self._tail(request)
+        return any(tail.endswith(stop[:length]) for stop in request.sampling.stop for length in range(1, len(stop) + 1))
 
     def _leave(self, rows: list[int], *, changed: bool) -> list[Request]:
         """Take `rows` (ascending) out; rows from the end fill the holes."""

@@ -19,9 +19,10 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]  # transformers typ
 
     def __init__(self, *, layers: int, slots: int, kv_heads: int, max_length: int, head_dim: int, dtype: torch.dtype) -> None:
         super().__init__(layers=[])
-        shape = (slots, kv_heads, max_length, head_dim)
-        self._keys = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
-        self._values = [torch.zeros(shape, dtype=dtype) for _ in range(layers)]
+        self._layers, self._shape, self._dtype = layers, (slots, kv_heads, max_length, head_dim), dtype
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self.restore()
         self._first = 0
         self._source: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
@@ -46,6 +47,14 @@ class SlotCache(Cache):  # type: ignore[misc, unused-ignore]  # transformers typ
         """Zero a slot: what is not finite spoils an answer even from behind the mask."""
         for held in (*self._keys, *self._values):
             held[slot].zero_()
+
+    def release(self) -> None:
+        """Give the memory back. Until `restore` nothing may be computed."""
+        self._keys, self._values = [], []
+
+    def restore(self) -> None:
+        """Memory for every slot, empty."""
+        self._keys, self._values = ([torch.zeros(self._shape, dtype=self._dtype) for _ in range(self._layers)] for _ in range(2))
 
     def clear(self) -> None:
         for held in (*self._keys, *self._values):

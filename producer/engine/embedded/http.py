@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import orjson
 from aiohttp import web
 
-from producer.engine.embedded.request import BadRequest
+from producer.engine.embedded.request import BadBody, BadRequest
 from producer.engine.embedded.worker import EngineFault
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -22,34 +22,43 @@ def with_errors(handler: Handler) -> Handler:
         try:
             return await handler(http)
         except BadRequest as problem:
-            return error(str(problem), 400)
+            return reply(problem.body, 400)
         except EngineFault as problem:
             return error(str(problem), 500)
 
     return handle
 
 
+@web.middleware
+async def without_route(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """No such path, or no such method there, in SGLang's shape. An old engine is known by what it lacks."""
+    try:
+        return await handler(request)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as missing:
+        return reply({"detail": missing.reason}, missing.status)
+
+
 def parsed(raw: bytes) -> Any:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as problem:
-        raise BadRequest(f"the body is not JSON: {problem}") from problem
+        raise BadBody(f"the body is not JSON: {problem}") from problem
 
 
-async def read_object(http: web.Request) -> dict[str, Any]:
-    """The body as an object; no body is an empty one. Raises: `BadRequest`."""
+async def read_object(http: web.Request, *, required: bool = True) -> dict[str, Any]:
+    """The body as an object; where none is `required`, no body is an empty one. Raises: `BadBody`."""
     raw = await http.read()
-    body = parsed(raw) if raw.strip() else {}
+    body = parsed(raw) if required or raw.strip() else {}
     if not isinstance(body, dict):
-        raise BadRequest(f"the body must be a JSON object, got {type(body).__name__}")
+        raise BadBody(f"the body must be a JSON object, got {type(body).__name__}")
     return body
 
 
 def text(body: dict[str, Any], key: str, default: str | None = None) -> str:
-    """Raises: `BadRequest` when it is missing and has no default, or is no string."""
+    """Raises: `BadBody` when it is missing and has no default, or is no string."""
     value = body.get(key, default)
     if not isinstance(value, str):
-        raise BadRequest(f"{key} must be a string, got {value!r:.40}")
+        raise BadBody(f"{key} must be a string, got {value!r:.40}")
     return value
 
 
@@ -60,14 +69,14 @@ def optional_text(body: dict[str, Any], key: str) -> str | None:
 def flag(body: dict[str, Any], key: str, *, default: bool) -> bool:
     value = body.get(key, default)
     if not isinstance(value, bool):
-        raise BadRequest(f"{key} must be true or false, got {value!r:.40}")
+        raise BadBody(f"{key} must be true or false, got {value!r:.40}")
     return value
 
 
 def integer(body: dict[str, Any], key: str) -> int:
     value = body.get(key)
     if type(value) is not int:
-        raise BadRequest(f"{key} must be an integer, got {value!r:.40}")
+        raise BadBody(f"{key} must be an integer, got {value!r:.40}")
     return value
 
 

@@ -24,6 +24,8 @@ _LOADING = threading.Lock()
 """transformers changes state of the whole process while it builds a model; two at a time would leave weights out, also for those that come later."""
 _TOLERANCE = 1e-3
 """How far logits computed over slots may be from the model's own forward, relative to their largest magnitude (float32; reduced types get 30 times that)."""
+_TURN_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""Tokens that end a response by what they are called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +183,16 @@ def _geometry(path: str, config: Any) -> Geometry:
 
 
 def _eos_ids(folder: Path, config: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """End-of-sequence tokens as SGLang collects them: of the model, of its generation settings and of the tokenizer."""
-    found: list[Any] = [config.eos_token_id]
-    generation, tokens = folder / "generation_config.json", folder / "tokenizer_config.json"
-    if generation.is_file():
-        found.append(orjson.loads(generation.read_bytes()).get("eos_token_id"))
-    if tokens.is_file():
-        token = orjson.loads(tokens.read_bytes()).get("eos_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        found.append(tokenizer.token_to_id(text) if isinstance(text, str) else None)
+    """End-of-sequence tokens as SGLang collects them: of the model, of its generation settings and of the tokenizer, and those that end every model's turn."""
+    settings, generation = _json(folder / "tokenizer_config.json"), _json(folder / "generation_config.json")
+    token = settings.get("eos_token", _json(folder / "special_tokens_map.json").get("eos_token"))
+    text = token.get("content") if isinstance(token, dict) else token
+    found: list[Any] = [config.eos_token_id, generation.get("eos_token_id"), tokenizer.token_to_id(text) if isinstance(text, str) else None]
+    found += [number for number, added in tokenizer.get_added_tokens_decoder().items() if added.content in _TURN_ENDS]
     flat = [item for entry in found for item in (entry if isinstance(entry, list) else [entry])]
     return frozenset(int(item) for item in flat if item is not None)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    found = orjson.loads(file.read_bytes()) if file.is_file() else {}
+    return found if isinstance(found, dict) else {}

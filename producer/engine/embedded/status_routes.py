@@ -26,6 +26,7 @@ class StatusRoutes:
     def __init__(self, worker: Worker, model: SlotModel, updates: Updates, settings: Settings) -> None:
         self._worker, self._model, self._updates, self._settings = worker, model, updates, settings
         self._registry = metrics.registry(worker, model.path)
+        self._tokenizer = model.path
 
     def gets(self) -> Routes:
         return {
@@ -45,11 +46,11 @@ class StatusRoutes:
         return web.Response(status=503 if self._worker.paused or self._worker.failure is not None else 200)
 
     async def _model_info(self, _: web.Request) -> web.Response:
-        geometry, path = self._model.geometry, self._updates.path
+        geometry, path = self._model.geometry, self._updates.path  # the tokenizer stays that of the first folder
         return reply({
             "model_path": path,
             "served_model_name": path,
-            "tokenizer_path": path,
+            "tokenizer_path": self._tokenizer,
             "is_generation": True,
             "weight_version": self._updates.version,
             "load_format": "auto",
@@ -67,7 +68,7 @@ class StatusRoutes:
         return reply({
             "version": "embedded",
             "model_path": self._updates.path,
-            "tokenizer_path": self._updates.path,
+            "tokenizer_path": self._tokenizer,
             "weight_version": self._updates.version,
             "host": settings.host,
             "port": transport.get_extra_info("sockname")[1] if transport is not None else 0,

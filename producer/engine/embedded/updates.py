@@ -1,7 +1,7 @@
 """New weights for one engine, one update at a time: from a folder, or in buckets through a process group within a session.
 
-Staging happens beside generation, in threads; applying is the worker's, between two decode steps. Every method answers what went wrong, or nothing: a refusal
-is an answer here, and leaves the weights that were served in service.
+Staging happens in threads; applying is the worker's, between two decode steps. As in SGLang, a call of a session lets the running requests finish first, unless
+generation is paused. Every method answers what went wrong, or nothing: a refusal is an answer here, and leaves the weights that were served in service.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Updates:
                 self.version = version if version is not None else self.version
             return problem_text
 
-    def begin(self) -> str | None:
+    async def begin(self) -> str | None:
+        await self._worker.quiet()
         if self._session is not None:
             return "a weight-update session is already open; call end_weight_update() first"
         self._session = Session()
@@ -66,6 +67,7 @@ class Updates:
         """Closes the session in any case. What is staged and whole is applied, under the version that is served; what is not whole is dropped: its client
         died, or lost a bucket.
         """
+        await self._worker.quiet()
         session, self._session = self._session, None
         if session is None:
             return "no weight-update session is open; call begin_weight_update() first"
@@ -104,6 +106,7 @@ class Updates:
         if abort_all:
             await self._worker.abort(None)
         try:
+            await self._worker.quiet()
             await self._stage(session, group, announced(self._model.model, names, dtypes, shapes, flat=flat))
         except (ManifestError, GroupFailed) as failure:
             self.groups.drop(group)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from producer.engine.embedded.groups import RANK, WORLD_SIZE, GroupFailed
 from producer.engine.embedded.http import Routes, accept_only, flag, integer, optional_text, outcome, read_object, text
-from producer.engine.embedded.request import BadRequest
+from producer.engine.embedded.request import BadBody
 from producer.engine.embedded.updates import Updates
 
 _GROUP = "weight_update_group"
@@ -68,7 +68,7 @@ class WeightRoutes:
 
     async def _begin(self, http: web.Request) -> web.Response:
         accept_only(await read_object(http), _SELECTOR)
-        problem = self._updates.begin()
+        problem = await self._updates.begin()
         return outcome(problem or "Success", success=problem is None)
 
     async def _end(self, http: web.Request) -> web.Response:
@@ -80,9 +80,9 @@ class WeightRoutes:
         body = await read_object(http)
         names, dtypes, shapes = (_list(body, key) for key in ("names", "dtypes", "shapes"))
         if not all(isinstance(one, str) for one in names + dtypes):
-            raise BadRequest("names and dtypes must be lists of strings")
+            raise BadBody("names and dtypes must be lists of strings")
         if not all(isinstance(shape, list) and all(type(extent) is int for extent in shape) for shape in shapes):
-            raise BadRequest("shapes must be a list of lists of integers")
+            raise BadBody("shapes must be a list of lists of integers")
         accept_only(body, _SELECTOR | {"load_format": (None, "flattened_bucket")})
         version = optional_text(body, "weight_version")
         problem = await self._updates.from_group(
@@ -97,8 +97,10 @@ class WeightRoutes:
         return outcome(f"Weight version updated to {version}", success=True, new_version=version)
 
     async def _check(self, http: web.Request) -> web.Response:
-        body = await read_object(http)
-        accept_only(body, _SELECTOR | {"action": ("checksum",), "skip_tensor_list": (None, [])})
+        body = await read_object(http, required=False)
+        accept_only(body, _SELECTOR | {"skip_tensor_list": (None, [])})
+        if (action := body.get("action", "checksum")) != "checksum":
+            return outcome(f"Unsupported action={action!r:.40}", success=False)
         found = await self._updates.checksums()
         whole = hashlib.sha256("".join(name + found[name] for name in sorted(found)).encode()).hexdigest()
         rank = {"checksums": found, "per_gpu_checksum": whole, "parallelism_info": [_LAYOUT]}
@@ -112,7 +114,7 @@ def _options(body: dict[str, Any]) -> dict[str, bool]:
 def _list(body: dict[str, Any], key: str) -> list[Any]:
     value = body.get(key)
     if not isinstance(value, list):
-        raise BadRequest(f"{key} must be a list, got {value!r:.40}")
+        raise BadBody(f"{key} must be a list, got {value!r:.40}")
     return value
 
 

@@ -1,6 +1,6 @@
 """The thread that owns the model: it admits, decodes, and obeys commands between two decode steps.
 
-consumes: requests and commands from one inbox; produces: finished requests, delivered to the event loop once a step, not once a token
+consumes: requests and commands from one inbox; produces: finished requests and the progress of those that are streamed, once a step, not once a token
 waits for: the inbox, when there is nothing to decode or generation is paused
 
     RUNNING ── pause(abort): all requests end as aborted ──► PAUSED ── continue ──► RUNNING
@@ -26,14 +26,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from producer.engine.embedded import weights
-from producer.engine.embedded.batch import ABORTED, Batch
+from producer.engine.embedded.batch import LEFT_WAITING, Batch
+from producer.engine.embedded.memory import Memory
 from producer.engine.embedded.model import SlotModel
 from producer.engine.embedded.request import Request
+from producer.engine.embedded.text import whole_text
 from protocol.errors import RollstreamError
 
 _NOT_FLUSHED = (
@@ -79,7 +81,8 @@ class _Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
-    staged: weights.Staged
+    staged: weights.Staged | None
+    """None: nothing is changed; its moment is what was waited for."""
     version: str | None
     flush: bool
     abort_all: bool
@@ -101,17 +104,19 @@ class Worker:
         version: str,
         seed: int,
         deliver: Callable[[list[Request]], None],
+        progress: Callable[[list[tuple[Request, int]]], None],
         on_failure: Callable[[], None],
         pace_s: float = 0.0,
         apply_delay_factor: float = 1.0,
     ) -> None:
         self.model = model
+        self.memory = Memory(model)
         self.version = version
         """What the next token is written by."""
         self.counters = Counters()
         self.paused = False
         self.failure: BaseException | None = None
-        self._deliver, self._on_failure = deliver, on_failure
+        self._deliver, self._progress, self._on_failure = deliver, progress, on_failure
         self._pace_s, self._apply_delay_factor = pace_s, apply_delay_factor
         self._next_step = 0.0
         self._replies: set[asyncio.Future[Any]] = set()
@@ -145,7 +150,7 @@ class Worker:
 
     async def abort(self, rids: str | None) -> None:
         """End requests whose id starts with `rids`; None: all."""
-        await self._command(lambda: self._do_abort(lambda rid: rids is None or rid.startswith(rids)))
+        await self._command(lambda: self._do_abort(_every if rids is None else lambda rid: rid.startswith(rids)))
 
     def cancel(self, rids: Sequence[str]) -> None:
         """As `abort` for exactly these ids, and nobody waits for it."""
@@ -158,13 +163,22 @@ class Worker:
         return self._batch.used_tokens
 
     async def flush(self) -> bool:
-        """Forget the cache; False when requests are running or queued."""
-        flushed: bool = await self._command(self._do_flush)
+        """Forget the cache; False when requests are running, or wait and could run."""
+        flushed: bool = await self._command(lambda: (self.paused or not self._waiting) and self._do_flush())
         return flushed
 
+    async def release_memory(self, tags: Collection[str]) -> str | None:
+        """Give memory back while paused; what went wrong, or None. Requests that were being decoded must have been retracted or aborted."""
+        problem: str | None = await self._command(lambda: self._do_release(tags))
+        return problem
+
+    async def resume_memory(self, tags: Collection[str]) -> str | None:
+        problem: str | None = await self._command(lambda: self.memory.resume(tags))
+        return problem
+
     async def flush_after_update(self) -> str | None:
-        """As `flush`, of weights that were taken in; what went wrong, or None."""
-        return None if await self.flush() else _NOT_FLUSHED
+        """Forget the cache after weights were taken in; what went wrong, or None."""
+        return None if await self._command(self._do_flush) else _NOT_FLUSHED
 
     async def update(self, staged: weights.Staged, version: str | None, *, flush: bool, abort_all: bool) -> str | None:
         """Put new weights in. Returns what went wrong, or None. Without a pause it waits for the running requests."""
@@ -172,6 +186,12 @@ class Worker:
         self._inbox.put(_Update(staged=staged, version=version, flush=flush, abort_all=abort_all, reply=reply))
         problem: str | None = await reply
         return problem
+
+    async def quiet(self) -> None:
+        """Return when nothing is computed: while paused at once, else when the running requests are over; those that wait stay where they are until then."""
+        reply = self._reply()
+        self._inbox.put(_Update(staged=None, version=None, flush=False, abort_all=False, reply=reply))
+        await reply
 
     async def rename(self, version: str, *, abort_all: bool) -> None:
         """From the next token on, the weights go by `version`."""
@@ -271,6 +291,9 @@ class Worker:
             self.counters.decode_steps += 1
             self._waited_steps += 1
             finished += self._batch.step()
+        if streamed := self._batch.streamed():
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._progress, streamed)
         self._finish(finished)
         self.counters.busy_s += time.perf_counter() - started
 
@@ -306,7 +329,16 @@ class Worker:
             assert request.finish is not None
             if request.finish["type"] == "abort":
                 counters.aborted += 1
-            request.text = _text(request, tokenizer)
+            sampling = request.sampling
+            if not request.stream:
+                request.text = whole_text(
+                    tokenizer,
+                    request.ids,
+                    request.output,
+                    request.finish,
+                    skip_special_tokens=sampling.skip_special_tokens,
+                    keep_stop=sampling.no_stop_trim,
+                )
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._deliver, finished)
 
@@ -314,6 +346,9 @@ class Worker:
         if not self._updates or (self._batch.requests and not self.paused):
             return
         update = self._updates.popleft()
+        if update.staged is None:
+            self._answer(update.reply, None)
+            return
         started = time.perf_counter()
         weights.apply(self.model.model, update.staged)
         time.sleep((self._apply_delay_factor - 1.0) * (time.perf_counter() - started))
@@ -352,13 +387,18 @@ class Worker:
         kept: deque[Request] = deque()
         for request in self._waiting:
             if chosen(request.rid):
-                request.finish = dict(ABORTED)
+                request.finish = dict(LEFT_WAITING)
                 finished.append(request)
                 self.counters.retracted -= request.retractions > 0
             else:
                 kept.append(request)
         self._waiting = kept
         self._finish(finished)
+
+    def _do_release(self, tags: Collection[str]) -> str | None:
+        if self._batch.requests or not self.paused:
+            return "memory is released only while generation is paused and nothing is being decoded"
+        return self.memory.release(tags)
 
     def _do_flush(self) -> bool:
         if self._batch.requests:
@@ -378,16 +418,3 @@ def _every(_: str) -> bool:
 def _resolve(reply: asyncio.Future[Any], value: Any) -> None:
     if not reply.done():
         reply.set_result(value)
-
-
-def _text(request: Request, tokenizer: Any) -> str:
-    """The response as text; what ended it is not part of it, unless asked for."""
-    output, sampling = request.output, request.sampling
-    matched = request.finish.get("matched") if request.finish is not None else None
-    trim = not sampling.no_stop_trim
-    if trim and isinstance(matched, int):
-        output = output[:-1]
-    text: str = tokenizer.decode(output, skip_special_tokens=sampling.skip_special_tokens) if output else ""
-    if trim and isinstance(matched, str) and (at := text.find(matched)) >= 0:
-        return text[:at]
-    return text

@@ -18,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from producer.engine.embedded.model import SlotModel, load
 from producer.engine.embedded.server import EmbeddedEngine
 
+from .hosting import run  # noqa: F401 - a fixture
+
 CONTEXT = 512
 EOS = 2
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from producer.engine.client import ABORTED, EngineClient, Sampling
+from producer.engine.client import ABORTED, EngineClient, Fault, Outcome, Sampling, open_session
 from producer.engine.embedded.server import EmbeddedEngine
 from protocol.errors import EngineUnavailable, SampleAborted, SampleFailed
 from protocol.messages import Span
@@ -359,3 +359,189 @@ async def test_a_cancelled_call_is_aborted_at_the_embedded_engine(client: Engine
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await engine.until_idle()
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def sse(*events: Any, done: bool = True) -> list[bytes]:
+    return [b"data: " + json.dumps(event).encode() + b"\n\n" for event in events] + ([b"data: [DONE]\n\n"] if done else [])
+
+
+def middle(tokens: int, version: str = "1:3", *, start: int = 0) -> dict[str, Any]:
+    """An event before the last, of tokens from `start` on."""
+    ids = [5 + i for i in range(start, tokens)]
+    meta = {"finish_reason": None, "weight_version": version, "completion_tokens": tokens, "cached_tokens": 0}
+    return {"text": "", "output_ids": ids, "meta_info": meta | {"output_token_logprobs": [[-0.5, token, None] for token in ids]}}
+
+
+def final(tokens: int = 3) -> dict[str, Any]:
+    answer = good(tokens)
+    answer["meta_info"]["completion_tokens"] = tokens
+    return answer
+
+
+def streams(*pieces: bytes, cut: bool = False) -> Handler:
+    async def stream(http: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await answer.prepare(http)
+        for piece in pieces:
+            await answer.write(piece)
+        if cut:
+            assert http.transport is not None
+            await asyncio.sleep(0)
+            http.transport.close()
+        return answer
+
+    return stream
+
+
+@pytest.fixture
+def streaming(session: aiohttp.ClientSession) -> EngineClient:
+    return EngineClient(session, stream=True)
+
+
+def attempt(client: EngineClient, server: Any, **options: Any) -> Awaitable[Outcome]:
+    return client.attempt(server.url, [1, 2], **({"sampling": SAMPLING, "rid": "r-1", "deadline_s": 10.0} | options))
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_a_stream_comes_to_what_the_whole_answer_says(streaming: EngineClient, staged: StagedServer, incremental: bool):
+    last = final()
+    if incremental:
+        last["output_ids"], last["text"] = last["output_ids"][2:], "abc"
+        last["meta_info"]["output_token_logprobs"] = last["meta_info"]["output_token_logprobs"][2:]
+    staged.handler = streams(*sse(middle(1), middle(2, start=1 if incremental else 0), last))
+    signs = []
+    outcome = await attempt(streaming, staged, on_sign=lambda: signs.append(1))
+    assert outcome.piece is not None
+    assert (outcome.fault, signs) == (None, [1])
+    assert outcome.piece.output_ids.tolist() == [5, 6, 7]
+    assert [(str(span.version), span.start, span.end) for span in outcome.piece.spans] == [("1:3", 0, 1), ("1:4", 1, 3)]
+    assert (outcome.piece.finish_reason, outcome.piece.text) == ("length", "abc")
+    assert staged.bodies[0]["stream"] is True
+
+
+async def test_an_engine_that_answers_whole_although_a_stream_was_asked_for_is_taken_at_its_word(streaming: EngineClient, staged: StagedServer):
+    assert (await ask(streaming, staged)).output_ids.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "cut", "fault", "kept"),
+    [
+        (sse(middle(1), middle(2), done=False), True, Fault.AWAY, 2),
+        (sse(middle(1), middle(2), done=False), False, Fault.AWAY, 2),
+        ([*sse(middle(1), done=False), b'data: {"text": "", "outp'], True, Fault.AWAY, 1),
+        (sse(middle(1), {"error": {"message": "full", "code": 503}}), False, Fault.AWAY, 1),
+        ([], False, Fault.AWAY, 0),
+        (sse(middle(1), {"error": {"message": "too long", "code": 400}}), False, Fault.REJECTED, 0),
+        (sse(middle(1), {"error": {"message": "broken", "code": 500}}), False, Fault.BROKEN, 0),
+        (sse(middle(1), change(finish_reason={"type": "abort", "message": "NaN", "status_code": 500}, completion_tokens=3)), False, Fault.BROKEN, 0),
+        (sse(middle(1), {"hello": 1}), False, Fault.BROKEN, 0),
+        (sse(middle(1, "boot:1")), False, Fault.FOREIGN, 0),
+        (sse(middle(5), done=False), True, Fault.AWAY, 0),  # more than was asked for
+        (sse(final()), True, None, 3),  # what breaks after the end does not matter
+    ],
+)
+async def test_what_arrived_before_a_stream_broke_is_kept_unless_the_engine_says_that_it_failed(
+    streaming: EngineClient, staged: StagedServer, pieces: list[bytes], cut: bool, fault: Fault | None, kept: int
+):
+    staged.handler = streams(*pieces, cut=cut)
+    outcome = await attempt(streaming, staged)
+    assert outcome.fault is fault
+    assert (0 if outcome.piece is None else len(outcome.piece.output_ids)) == kept
+    assert bool(outcome.problem) is (fault is not None)
+    if fault is not None and outcome.piece is not None:
+        assert outcome.piece.finish_reason == ABORTED
+        assert outcome.piece.weight_version == Version(1, 3)
+
+
+async def test_what_arrived_before_the_deadline_is_kept(streaming: EngineClient, staged: StagedServer):
+    async def slow(http: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(http)
+        await answer.write(sse(middle(2))[0])
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    staged.handler = slow
+    outcome = await attempt(streaming, staged, deadline_s=1.0)
+    assert outcome.fault is Fault.SLOW
+    assert outcome.piece is not None
+    assert len(outcome.piece.output_ids) == 2
+    assert staged.aborted == ["r-1."]
+
+
+@pytest.mark.parametrize(
+    ("status", "fault"),
+    [
+        (400, Fault.REJECTED),
+        (422, Fault.REJECTED),
+        (401, Fault.REFUSED),
+        (403, Fault.REFUSED),
+        (404, Fault.REFUSED),
+        (429, Fault.AWAY),
+        (502, Fault.AWAY),
+        (503, Fault.AWAY),
+        (500, Fault.BROKEN),
+    ],
+)
+async def test_a_status_tells_whose_fault_it_is(streaming: EngineClient, staged: StagedServer, status: int, fault: Fault):
+    staged.status = status
+    assert (await attempt(streaming, staged)).fault is fault
+
+
+async def test_a_salt_of_ones_own_takes_the_place_of_the_version(streaming: EngineClient, staged: StagedServer):
+    await attempt(streaming, staged, assumed=Version(1, 3), salt="mine")
+    assert staged.bodies[0]["extra_key"] == "mine"
+
+
+class Dropping:
+    """A server that closes connections: those in `drops`, by number, once so many requests have come over them."""
+
+    def __init__(self, drops: dict[int, int]) -> None:
+        self.drops = drops
+        self.connections = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        mine, requests = self.connections, 0
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+                requests += 1
+                if requests == self.drops.get(mine):
+                    break
+                body = json.dumps(good()).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+                await writer.drain()
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("drops", "requests", "faults", "connections"),
+    [
+        ({1: 2}, 2, [None, None], 2),  # an idle connection that the server had closed: asked again at once, over another
+        ({1: 1}, 2, [Fault.AWAY, None], 2),  # a fresh one that it closes says that something is wrong
+        ({1: 2, 2: 1}, 2, [None, Fault.AWAY], 2),  # and so does a second one
+    ],
+)
+async def test_a_connection_that_was_closed_while_it_was_idle_is_no_failure(drops: dict[int, int], requests: int, faults: list[Fault | None], connections: int):
+    server = Dropping(drops)
+    async with open_session() as session, await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        client = EngineClient(session)
+        seen = [(await client.attempt(url, [1], sampling=SAMPLING, rid=f"r{n}", deadline_s=10.0)).fault for n in range(requests)]
+    assert seen == faults
+    assert server.connections == connections
+
+
+async def test_a_stream_of_the_embedded_engine_is_what_it_answers_whole(client: EngineClient, streaming: EngineClient, engine: EmbeddedEngine):
+    greedy = Sampling(max_new_tokens=30, temperature=0.0, ignore_eos=True)
+    whole, streamed = [await one.generate(engine.url, [1, 4, 5], sampling=greedy, rid=f"s{i}", deadline_s=20) for i, one in enumerate((client, streaming))]
+    assert streamed.output_ids.tolist() == whole.output_ids.tolist()
+    assert streamed.logprobs.tolist() == pytest.approx(whole.logprobs.tolist(), abs=1e-5)
+    assert (streamed.spans, streamed.finish_reason, streamed.text) == (whole.spans, whole.finish_reason, whole.text)
+    with pytest.raises(SampleFailed, match=r"answered 400: .*maximum context length of 512"):
+        await streaming.generate(engine.url, [1], sampling=Sampling(max_new_tokens=600), rid="long", deadline_s=20)

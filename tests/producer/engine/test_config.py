@@ -10,7 +10,7 @@ from producer.engine.config import EngineConfig
 
 def test_the_defaults_are_an_embedded_engine_on_a_free_local_port():
     config = EngineConfig()
-    assert (config.kind, config.host, config.port, config.dtype) == ("embedded", "127.0.0.1", 0, "float32")
+    assert (config.kind, config.host, config.port, config.dtype) == ("embedded", "127.0.0.1", 0, "auto")
 
 
 def test_ports_of_all_engines_must_exist():
@@ -20,8 +20,14 @@ def test_ports_of_all_engines_must_exist():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slots": 0}, {"torch_threads": 0}, {"dtype": "float8"}, {"kind": "sglang"}, {"slot": 3}, {"pace_s": -1}, {"apply_delay_factor": 0.5}]
+    "wrong", [{"slots": 0}, {"torch_threads": 0}, {"dtype": "float8"}, {"kind": "vllm"}, {"slot": 3}, {"pace_s": -1}, {"apply_delay_factor": 0.5}]
 )
 def test_what_no_engine_could_do_is_refused(wrong: dict[str, Any]):
     with pytest.raises(ValidationError):
         EngineConfig(**wrong)
+
+
+def test_there_are_as_many_external_engines_as_urls_unless_some_are_kept_for_evaluation():
+    urls = ("http://a:1", "http://b:1", "http://c:1")
+    assert EngineConfig(kind="external", urls=urls).count == 3
+    assert EngineConfig(kind="external", urls=urls, count=2).count == 2

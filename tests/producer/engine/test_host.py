@@ -1,134 +1,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
-from buffer.config import BufferConfig
-from buffer.redis_ledger import RedisLedger
 from producer.engine import host, key
 from producer.engine.client import EngineClient, Sampling
 from producer.engine.embedded import weights
-from producer.engine.embedded.worker import EngineFault, Worker
+from producer.engine.embedded.worker import Worker
 from producer.engine.host import EngineHostConfig, run_host
+from producer.engine.hosted import EngineFault
 from protocol.config import validate
-from protocol.connection import Client
 from protocol.errors import ApplyFailed, ConfigError, SampleFailed
-from protocol.identity import RunIdentity
-from protocol.keys import Keys
-from protocol.messages import EngineState, EngineStatus, ProducerStatus
+from protocol.messages import EngineState, ProducerStatus
 from protocol.presence import Presence
-from protocol.versions import Version
-from protocol.wakeups import Topic, Wakeups, wakeups
 from weightsync import config as config_of_weights
-from weightsync.channel import Channel
 from weightsync.config import relay_folder, store_folder
 from weightsync.control import EngineControl
-from weightsync.registry import Registry
-from weightsync.safetensors_file import open_tensors
-from weightsync.snapshot import Snapshot
-from weightsync.store import DirectoryStore
 
 from .conftest import written_logprobs
-
-_WAIT_S = 60.0
-PROCESS = """
-import sys, warnings
-warnings.simplefilter("error")
-from producer.engine.host import EngineHostConfig, run_host
-from protocol.config import load
-from protocol.daemon import run_daemon
-config = load(EngineHostConfig, sys.argv[1])
-sys.exit(run_daemon("engine-0", lambda stop: run_host(config, 0, stop)))
-"""
-
-
-class Run:
-    """A run with a trainer of our own: it attaches and publishes weights; engines follow."""
-
-    def __init__(self, *, client: Client, keys: Keys, url: str, model: Path, folder: Path, waker: Wakeups) -> None:
-        self.values: dict[str, Any] = {
-            "run": {"name": keys.run, "dir": str(folder / "run")},
-            "redis": {"url": url},
-            "model": {"path": str(model)},
-            "rollout": {"max_prompt_tokens": 20, "max_new_tokens": 30},
-            "weights": {"store": str(folder / "store")},
-            "engine": {"slots": 4},
-        }
-        self.keys, self.waker, self.folder, self.client = keys, waker, folder, client
-        self.ledger, self.registry, self.channel = RedisLedger(client, keys), Registry(client, keys), Channel(client, keys)
-        self._model = model
-
-    def config(self, **sections: Any) -> EngineHostConfig:
-        merged = {name: values | sections.get(name, {}) for name, values in self.values.items()}
-        return validate(EngineHostConfig, merged, source="test")
-
-    async def create(self) -> None:
-        identity = RunIdentity(schema_major=1, seed=0, group_size=8, dataset="d", tokenizer="t")
-        await self.ledger.create(identity, BufferConfig())
-
-    async def publish(self, weights: Path) -> Version:
-        """Attach anew and publish its version 0."""
-        incarnation = (await self.ledger.attach(None, trainer_id="t")).incarnation
-        config = self.config()
-        store = DirectoryStore(store_folder(config.weights, config.run), self._model)
-        version = Version(incarnation, 0)
-        with open_tensors(weights / "model.safetensors") as tensors:
-            manifest = store.write(Snapshot(version=version, tensors=tensors))
-        await self.channel.publish(manifest, incarnation)
-        return version
-
-    async def until(self, found: Callable[[list[EngineStatus]], bool]) -> list[EngineStatus]:
-        async with asyncio.timeout(_WAIT_S):
-            while True:
-                mark = self.waker.mark(Topic.ENGINES)
-                engines = await self.registry.engines()
-                if found(engines):
-                    return engines
-                await self.waker.wait(Topic.ENGINES, since=mark)
-
-    async def serving(self, version: Version) -> EngineStatus:
-        (engine,) = await self.until(lambda engines: [e.version for e in engines if e.state is EngineState.ROUTABLE] == [version])
-        return engine
-
-    @contextlib.asynccontextmanager
-    async def hosted(self, stop: asyncio.Event, *, index: int = 0, **sections: Any) -> AsyncIterator[asyncio.Task[None]]:
-        task = asyncio.create_task(run_host(self.config(**sections), index, stop), name="host")
-        try:
-            yield task
-        finally:
-            stop.set()
-            await task
-
-    @contextlib.asynccontextmanager
-    async def two_hosted(self, first: asyncio.Event, second: asyncio.Event, **sections: Any) -> AsyncIterator[tuple[asyncio.Task[None], asyncio.Task[None]]]:
-        """One after the other: transformers does not load two models at once in one process."""
-        async with self.hosted(first) as one:
-            await self.until(lambda engines: len(engines) == 1)
-            async with self.hosted(second, index=1, **sections) as other:
-                yield one, other
-
-
-@pytest_asyncio.fixture
-async def run(redis: Client, keys: Keys, redis_url: str, model_a: Path, tmp_path: Path) -> AsyncIterator[Run]:
-    async with wakeups(redis, keys) as waker:
-        yield Run(client=redis, keys=keys, url=redis_url, model=model_a, folder=tmp_path, waker=waker)
-
-
-def ask(session: aiohttp.ClientSession, engine: EngineStatus, rid: str, tokens: int = 5) -> Awaitable[Any]:
-    sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
-    return EngineClient(session).generate(engine.url, [1, 7, 9], sampling=sampling, rid=rid, deadline_s=30)
+from .hosting import WAIT_S, Run, ask, start_process
 
 
 async def test_an_engine_becomes_routable_with_the_newest_version_follows_it_and_leaves(run: Run, session: aiohttp.ClientSession, model_b: Path):
@@ -204,7 +102,7 @@ async def test_it_ends_by_itself_once_the_run_drains_and_the_last_producer_has_l
         done, _ = await asyncio.wait({task}, timeout=1.5)
         assert not done, "a producer is still there"
         await producers.leave("p")
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             await task
     assert await run.registry.engines() == []
 
@@ -231,7 +129,7 @@ async def test_the_last_engine_to_leave_a_drained_run_clears_shared_memory_and_n
         await one
         assert (folder / f"v{version}".replace(":", "-")).is_dir(), "the run goes on"
         await run.ledger.drain(version.incarnation, "steps")
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             await other
     assert folder.exists() == relay.exists() == own_store
 
@@ -256,13 +154,6 @@ async def test_an_engine_that_leaves_a_drained_run_clears_nothing_that_another_o
         second.set()
         await other
     assert not folder.exists()
-
-
-async def start_process(run: Run, tmp_path: Path) -> asyncio.subprocess.Process:
-    """A host in a process of its own."""
-    file = tmp_path / "run.toml"
-    file.write_text("\n".join(f"[{name}]\n" + "\n".join(f"{key} = {value!r}" for key, value in section.items()) for name, section in run.values.items()))
-    return await asyncio.create_subprocess_exec(sys.executable, "-c", PROCESS, str(file), stderr=asyncio.subprocess.PIPE)
 
 
 @pytest.mark.faults
@@ -362,7 +253,7 @@ async def test_an_engine_that_takes_updates_and_writes_nothing_ends_its_host_wha
     task = asyncio.create_task(run_host(run.config(weights={"apply_deadline_s": 1.0}), 0, asyncio.Event()), name="host")
     await run.publish(model_b)
     with pytest.RaisesGroup(EngineFault, flatten_subgroups=True, allow_unwrapped=True):
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             await task
     assert ended == [host._END_S], "and by force, if it does not end by itself"
     assert await run.registry.engines() == []
@@ -392,7 +283,7 @@ async def test_an_engine_that_hangs_in_an_update_ends_its_host(run: Run, model_b
         free.set()
     assert stuck.acquire(blocking=False)
     with pytest.RaisesGroup(EngineFault, flatten_subgroups=True, allow_unwrapped=True):
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             await task
 
 
@@ -409,7 +300,7 @@ async def test_the_engine_waits_for_a_group_as_long_as_the_run_says(run: Run, se
                     world_size=2,
                     group_name="g",
                     backend="gloo",
-                    deadline_s=_WAIT_S,
+                    deadline_s=WAIT_S,
                 )
 
 

@@ -36,7 +36,7 @@ async def test_retracted_requests_wait_first_and_answer_whole(engine: EmbeddedEn
     assert answers["r3"]["meta_info"]["finish_reason"]["type"] == "abort"
     assert answers["r3"]["output_ids"]
     assert {len(answer["output_ids"]) for rid, answer in answers.items() if rid != "r3"} == {100}
-    assert {rid for rid, answer in answers.items() if answer["meta_info"]["num_retractions"]} == {f"r{i}" for i in range(8)}
+    assert {rid for rid, answer in answers.items() if answer["meta_info"].get("num_retractions")} == {f"r{i}" for i in range(8) if i != 3}
     assert engine.counters.retracted == 0
 
 

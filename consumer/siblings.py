@@ -1,0 +1,235 @@
+"""Leased groups laid end to end, each as the loss sees it, with what is to be counted of them; no rollout becomes an object on the way.
+
+payloads    tokens, mask, logprobs of a group's rollouts, end to end; spans (rollout, version, start, end)
+spans       of the whole chunk at once: their staleness, and whether the guard lets them into the loss
+Siblings    slices of arrays that the chunk's groups have in common, in memory that is used again (`consumer.blocks`)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.contract import StepRecord
+from buffer.staleness import judge
+from consumer.advantages import Advantages
+from consumer.blocks import Blocks
+from protocol.arrays import FloatArray, IntArray
+from protocol.groups import Columns
+from protocol.versions import Version
+
+IndexArray = NDArray[np.int64]
+_BLOCKS = Blocks()
+_NO_SPANS = np.zeros((0, 5), dtype=np.int32)
+_RUNS_A_ROLLOUT = 4
+"""Copying run by run costs a microsecond a run; where there are more, it is cheaper to pick tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Siblings:
+    """A group as the loss sees it, its rollouts end to end.
+
+    Shapes: S tokens of G rollouts together, N of them in the loss.
+    """
+
+    tokens: IntArray
+    """[S] int32"""
+    starts: IndexArray
+    """[G + 1] int64: rollout i is tokens [starts[i], starts[i + 1])."""
+    targets: IndexArray
+    """[N] int64: the tokens that enter the loss, ascending; never the first of a rollout."""
+    behaviour: FloatArray
+    """[N] float32, nats"""
+    advantage: FloatArray
+    """[N] float32, that of the token's rollout"""
+    prefix: int
+    """Leading tokens that all siblings share, before any trainable one; 0: not known to share any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spans:
+    """The spans of all groups of a chunk, one after the other, as the record of its step judges them.
+
+    Shapes: N groups of G rollouts, S spans.
+    """
+
+    starts: IndexArray
+    """[N, G + 1]: where rollouts begin, in the tokens of their group"""
+    cuts: Sequence[int]
+    """[N + 1]: group i has spans [cuts[i], cuts[i + 1])."""
+    rollouts: IndexArray
+    """[S], counted over all groups"""
+    edges: IndexArray
+    """[2, S]: first token, and the one after the last, in the tokens of the group"""
+    ages: IndexArray
+    """[S]: staleness"""
+    enter: NDArray[np.bool_]
+    """[S]: the guard lets them into the loss."""
+
+    @property
+    def groups(self) -> IndexArray:
+        """[S]"""
+        size = self.starts.shape[1] - 1
+        groups: IndexArray = self.rollouts // size
+        return groups
+
+    def of(self, group: int) -> slice:
+        return slice(self.cuts[group], self.cuts[group + 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Counts:
+    """Tokens of a chunk.
+
+    Shapes: N groups of G rollouts, S spans.
+    """
+
+    sampled: IndexArray
+    """[N, G] trainable tokens of each rollout"""
+    kept: IndexArray
+    """[N, G] of these, what enters the loss"""
+    spans: IndexArray
+    """[S] trainable tokens of each span, whether it enters or not"""
+    context: IndexArray
+    """[N, G] tokens of each rollout before its first trainable one"""
+
+
+def judge_spans(laid: Sequence[Columns], record: StepRecord) -> Spans:
+    """Raises: `ValueError` for a token from the future of the step: a bug, never clipped."""
+    size = len(laid[0].lengths) if laid else 1
+    starts = np.zeros((len(laid), size + 1), dtype=np.int64)
+    np.cumsum(np.array([one.lengths for one in laid], dtype=np.int64).reshape(len(laid), size), axis=1, out=starts[:, 1:])
+    counts = [len(one.spans) for one in laid]
+    table = np.concatenate([_NO_SPANS, *(one.spans for one in laid)], dtype=np.int64)
+    group, rollout = np.repeat(np.arange(len(laid)), counts), table[:, 0]
+    written, which = np.unique(table[:, 1] << 32 | table[:, 2], return_inverse=True)
+    judged = judge([Version(version >> 32, version & 0xFFFFFFFF) for version in written.tolist()], record)
+    return Spans(
+        starts=starts,
+        cuts=list(itertools.accumulate(counts, initial=0)),
+        rollouts=group * size + rollout,
+        edges=starts[group, rollout] + table[:, 3:].T,
+        ages=np.array([age for age, _ in judged], dtype=np.int64)[which],
+        enter=np.array([enters for _, enters in judged], dtype=np.bool_)[which],
+    )
+
+
+def lay(laid: Sequence[Columns], spans: Spans, advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
+    """The groups end to end, and their counts.
+
+    Shapes: advantages [N, G].
+    """
+    chunk, (lengths,) = _Chunk(laid, spans), np.diff(spans.edges, axis=0)
+    total = np.append(0, np.cumsum(lengths))[list(spans.cuts)]
+    for i, (one, runs, covered) in enumerate(zip(laid, _runs(spans), np.diff(total).tolist(), strict=True)):
+        if runs is not None and np.count_nonzero(one.mask.view(np.bool_)) == covered:
+            chunk.copy(one, runs)
+        else:
+            chunk.pick(i, one)
+    return chunk.siblings(advantages)
+
+
+class _Chunk:
+    """A chunk that is being laid, group by group. Counts begin as if every token in a span were trainable."""
+
+    def __init__(self, laid: Sequence[Columns], spans: Spans) -> None:
+        self._spans = spans
+        self._in_span = spans.edges[1] - spans.edges[0]
+        self._first = spans.starts[:, 1:].copy()
+        np.minimum.at(self._first.reshape(-1), spans.rollouts, spans.edges[0])
+        self._sampled = sums(spans.rollouts, self._in_span, self._first.size).reshape(self._first.shape)
+        room = sum(len(one.tokens) for one in laid)
+        block = _BLOCKS.take(20 * room)
+        self._targets, rest = block[: 8 * room].view(np.int64), block[8 * room :].view(np.float32).reshape(3, room)
+        self._behaviour, self._advantage, self._tokens = rest[0], rest[1], rest[2].view(np.int32)
+        self._ramp = np.arange(max((len(one.tokens) for one in laid), default=0))
+        self._ends, self._token_ends = [0], [0]
+
+    def copy(self, one: Columns, runs: Sequence[tuple[int, int]]) -> None:
+        """The next group, all of whose tokens in these runs enter the loss, and no others."""
+        end = self._ends[-1]
+        for low, high in runs:
+            start, end = end, end + high - low
+            self._targets[start:end] = self._ramp[low:high]
+            self._behaviour[start:end] = one.logprobs[low:high]
+        self._lay_tokens(one, end)
+
+    def pick(self, i: int, one: Columns) -> None:
+        """The next group, whatever its mask."""
+        mask, mine, starts = one.mask.view(np.bool_), self._spans.of(i), self._spans.starts[i]
+        (found,) = mask.nonzero()
+        edges = self._spans.edges[:, mine]
+        cuts = found.searchsorted(np.concatenate((starts, *edges)))
+        at_start, (low, high) = cuts[: len(starts)], cuts[len(starts) :].reshape(2, -1)
+        self._sampled[i] = np.diff(at_start)
+        if len(found):
+            self._first[i] = np.where(self._sampled[i] > 0, found.take(at_start[:-1], mode="clip"), starts[1:])
+        else:
+            self._first[i] = starts[1:]
+        self._in_span[mine] = high - low
+        out = edges[:, ~self._spans.enter[mine]]
+        if out.size:
+            mask = mask.copy()
+            for first, last in out.T.tolist():
+                mask[first:last] = False
+            (found,) = mask.nonzero()
+        start, end = self._ends[-1], self._ends[-1] + len(found)
+        self._targets[start:end] = found
+        self._behaviour[start:end] = one.logprobs[mask]
+        self._lay_tokens(one, end)
+
+    def _lay_tokens(self, one: Columns, end: int) -> None:
+        start = self._token_ends[-1]
+        self._tokens[start : start + len(one.tokens)] = one.tokens
+        self._ends.append(end)
+        self._token_ends.append(start + len(one.tokens))
+
+    def siblings(self, advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
+        """All of it, once every group is laid."""
+        spans, out = self._spans, ~self._spans.enter
+        kept = self._sampled - sums(spans.rollouts[out], self._in_span[out], self._sampled.size).reshape(self._sampled.shape)
+        end = 0
+        for count, advantage in zip(kept.reshape(-1).tolist(), advantages.reshape(-1), strict=True):
+            start, end = end, end + count
+            self._advantage[start:end] = advantage
+        context = self._first - spans.starts[:, :-1]
+        counts = Counts(sampled=self._sampled, kept=kept, spans=self._in_span, context=context)
+        return tuple(self._one(i, prefix) for i, prefix in enumerate(context.min(axis=1).tolist())), counts
+
+    def _one(self, i: int, prefix: int) -> Siblings:
+        chosen, starts = slice(self._ends[i], self._ends[i + 1]), self._spans.starts[i]
+        tokens = self._tokens[self._token_ends[i] : self._token_ends[i + 1]]
+        agree = len({tokens[start : start + prefix].tobytes() for start in starts[:-1].tolist()}) == 1
+        return Siblings(
+            tokens=tokens,
+            starts=starts,
+            targets=self._targets[chosen],
+            behaviour=self._behaviour[chosen],
+            advantage=self._advantage[chosen],
+            prefix=prefix if agree else 0,
+        )
+
+
+def _runs(spans: Spans) -> list[list[tuple[int, int]] | None]:
+    """Of each group the tokens [start, end) of spans that enter the loss, those that touch joined; None where they are many, or not ascending."""
+    count, size = spans.starts.shape
+    group, (low, high) = spans.groups[spans.enter], spans.edges[:, spans.enter]
+    same = group[1:] == group[:-1]
+    apart = ~same | (low[1:] != high[:-1])
+    begins, ends = np.append(True, apart)[: len(low)], np.append(apart, True)[: len(low)]
+    cuts = group[begins].searchsorted(np.arange(count + 1)).tolist()
+    joined = list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))
+    odd = set(group[1:][same & (low[1:] < high[:-1])].tolist())
+    most = _RUNS_A_ROLLOUT * (size - 1)
+    return [None if i in odd or end - start > most else joined[start:end] for i, (start, end) in enumerate(itertools.pairwise(cuts))]
+
+
+def sums(places: IndexArray, counts: IndexArray, size: int) -> IndexArray:
+    """[size]: the sum of the counts at each place."""
+    found = np.zeros(size, dtype=np.int64)
+    np.add.at(found, places, counts)
+    return found

@@ -1,0 +1,159 @@
+"""One placement group for a run: reserved within a bound, probed, and dealt out in the order of nodes and GPUs.
+
+    Placement ──► placement group (PACK, detached) ──► node and GPU of each bundle ──► sorted ──► bundles of each actor, kept in Redis
+
+What was dealt out stays: an actor that starts anew, or a driver that comes later, finds its bundles in Redis. A bundle whose node is lost is found another
+place by Ray, with its index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from deploy.placement import Part, Placement, check_nodes
+from producer.ray_actor import namespace, probe
+from producer.ray_fleet import RayUnavailable, free
+from protocol.connection import Client, asking
+from protocol.errors import ConfigError
+from protocol.keys import Keys
+
+_LOG = logging.getLogger(__name__)
+_LOOK_S = 2.0
+_ALIVE = ("CREATED", "PENDING", "RESCHEDULING", "PREPARED")
+_GROUP = "group"
+"""Field of the hash: id and shape of the group. The others are names of actors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Where one bundle lies."""
+
+    index: int
+    """In the placement group."""
+    node: str
+    address: str
+    gpu: str
+    """Empty: it has none."""
+
+    @property
+    def order(self) -> tuple[bool, tuple[tuple[int, ...], str], str, tuple[int, str]]:
+        """Those with a GPU first; then by address, as numbers where it is one, by node, by GPU."""
+        parts = self.address.split(".")
+        numbers = tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+        number = int(self.gpu) if self.gpu.isdigit() else 0
+        return (not self.gpu, (numbers, self.address), self.node, (number, self.gpu))
+
+
+def deal(placement: Placement, bundles: Iterable[Bundle], names: Mapping[Part, Sequence[str]]) -> dict[str, tuple[int, ...]]:
+    """The bundles of each actor, by its name. Pure. Raises: `ConfigError` if an engine's GPUs turn out to lie on several nodes."""
+    ordered = sorted(bundles, key=lambda bundle: bundle.order)
+    hosts = {bundle.node: f"{bundle.address} (node {bundle.node[:8]})" for bundle in ordered}
+    check_nodes(placement, [hosts[bundle.node] for bundle in ordered[: placement.gpus]])
+    return {
+        name: tuple(bundle.index for bundle in ordered[unit.start : unit.stop])
+        for part, units in placement.units.items()
+        for name, unit in zip(names.get(part, ()), units, strict=False)
+    }
+
+
+async def reserve(
+    placement: Placement, names: Mapping[Part, Sequence[str]], *, run: str, cpus: float, wait_s: float, client: Client
+) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """The group of the run and the bundles of each actor: those of the group that is there, or of a new one.
+
+    Raises: `RayUnavailable` if the cluster has no room within `wait_s`: what was asked, what is there. `ConfigError` if the group that is there is of another
+    layout, or the bundles found tear an engine apart.
+    """
+    key = Keys(run).placement
+    name = namespace(run)
+    about, there = await kept(client, run)
+    group = await asyncio.to_thread(find, name)
+    shape = {"gpus": placement.gpus, "cpus": placement.cpus, "asked": placement.asked}
+    if group is not None and about.get("id") == group.id.hex():
+        if about != shape | {"id": group.id.hex()}:
+            raise ConfigError(
+                f"placement: the run holds bundles for {about['asked']}, and this configuration asks for {placement.asked}: end the run first, or go on "
+                "with the layout it has; engines are added by `rollstream scale`"
+            )
+        return group, there
+    if group is not None:  # made by a driver that did not come to deal it out
+        await asyncio.to_thread(remove, group)
+    group = await new_group(name, [{"GPU": 1.0, "CPU": cpus}] * placement.gpus + [{"CPU": cpus}] * placement.cpus, asked=placement.asked, wait_s=wait_s)
+    try:
+        dealt = deal(placement, await look(group), names)
+    except ConfigError:
+        await asyncio.to_thread(remove, group)
+        raise
+    with asking("placement"):
+        await client.delete(key)
+        record: dict[str, object] = {**dealt, _GROUP: shape | {"id": group.id.hex()}}
+        await client.hset(key, mapping={field: orjson.dumps(value) for field, value in record.items()})
+    return group, dealt
+
+
+async def kept(client: Client, run: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """What Redis has of the run's group, and the bundles of each actor in it; empty if there was none."""
+    with asking("placement"):
+        raw: dict[Any, Any] = await client.hgetall(Keys(run).placement)
+    found = {field.decode(): orjson.loads(value) for field, value in raw.items()}
+    about: dict[str, Any] = found.pop(_GROUP, {})
+    return about, {name: tuple(bundles) for name, bundles in found.items()}
+
+
+async def new_group(name: str, bundles: list[dict[str, float]], *, asked: str, wait_s: float, strategy: str = "PACK") -> Any:
+    """Raises: `RayUnavailable`; nothing stays reserved then."""
+    import ray
+
+    group = await asyncio.to_thread(lambda: ray.util.placement_group(bundles, strategy=strategy, name=name, lifetime="detached"))
+    try:
+        await _wait(group, lambda: f"{_shape(bundles)} ({asked}; {strategy}); {free()}", wait_s)
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(remove, group))
+        raise
+    return group
+
+
+async def _wait(group: Any, said: Callable[[], str], wait_s: float) -> None:
+    clock = asyncio.get_running_loop().time
+    deadline, told = clock() + wait_s, False
+    while not await asyncio.to_thread(group.wait, max(0.1, min(_LOOK_S, deadline - clock()))):
+        if clock() >= deadline:
+            raise RayUnavailable(f"placement: no room within {wait_s:.0f} s for {await asyncio.to_thread(said)}")
+        if not told:
+            _LOG.info("waiting for room for %s", await asyncio.to_thread(said))
+            told = True
+
+
+async def look(group: Any) -> list[Bundle]:
+    """Where each bundle of the group lies now."""
+    found = await asyncio.gather(*(probe(group, index) for index in range(len(group.bundle_specs))))
+    return [Bundle(index=index, node=node, address=address, gpu=gpu) for index, (node, address, gpu) in enumerate(found)]
+
+
+def find(name: str) -> Any:
+    """The group of that name that is there, or on its way to another node; None: there is none."""
+    import ray
+
+    try:
+        group = ray.util.get_placement_group(name)
+    except ValueError:
+        return None
+    return group if ray.util.placement_group_table(group).get("state") in _ALIVE else None
+
+
+def remove(group: Any) -> None:
+    import ray
+
+    ray.util.remove_placement_group(group)
+
+
+def _shape(bundles: Iterable[Mapping[str, float]]) -> str:
+    counted = Counter(" ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles)
+    return ", ".join(f"{count} × ({bundle})" for bundle, count in counted.items())

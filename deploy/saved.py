@@ -1,0 +1,169 @@
+"""A saved model, found by what people call it: a step, a version, `latest`, or a folder.
+
+| what is given | what is meant |
+| --- | --- |
+| nothing | model.path as it is |
+| `latest` | the run's newest checkpoint; without one, its newest published version |
+| `120` | its checkpoint after step 120, of the newest incarnation; without one, the published version with that n |
+| `2:120` | exactly that version, as a checkpoint or as published |
+| a folder | a checkpoint, a version of a store, or a Hugging Face model folder |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from buffer.contract import CheckpointRef
+from consumer.checkpoint import checkpoints_on_disk
+from consumer.config import CheckpointConfig
+from protocol.config import ModelConfig, RunConfig
+from protocol.errors import ConfigError, DecodeError, ManifestError
+from protocol.messages import Manifest
+from protocol.versions import Version
+from weightsync.config import WeightsConfig
+from weightsync.mirror import Mirror
+from weightsync.safetensors_file import open_tensors
+from weightsync.snapshot import weights_digest
+from weightsync.store import DirectoryStore, VersionStore, open_store
+from weightsync.version_files import MANIFEST_FILE
+
+LATEST = "latest"
+_COPY_S = 3600.0
+_NUMBER = re.compile(r"\d+")
+_NAMED = 8
+"""Steps and versions named in one error; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A model folder that an engine loads."""
+
+    label: str
+    """What it is, for people and for the name of a file."""
+    folder: Path
+    version: Version | None = None
+    """None: it is no version of a run, as far as can be seen."""
+    digest: str = ""
+    """Of its weights, where something recorded it; checked."""
+
+
+@contextlib.asynccontextmanager
+async def saved_model(what: str, *, run: RunConfig, model: ModelConfig, checkpoint: CheckpointConfig, weights: WeightsConfig) -> AsyncIterator[Saved]:
+    """The model that `what` names, whole and checked against its digest, for as long as the context is open: a version behind a URL, or one that holds what
+    changed only, is made whole in a temporary folder.
+
+    Raises: `ConfigError` naming what there is; `ManifestError` for a damaged version.
+    """
+    if not what:
+        yield await asyncio.to_thread(_plain, Path(model.path))
+        return
+    store = open_store(weights, run)
+    found = await asyncio.to_thread(_find, what, checkpoint.folder(run), store)
+    if isinstance(found, Saved):
+        yield found
+        return
+    manifest, store = found
+    if isinstance(store, DirectoryStore) and manifest.kind == "full":
+        await asyncio.to_thread(store.verify, manifest)
+        yield _version(manifest, store.locate(manifest))
+        return
+    with tempfile.TemporaryDirectory(prefix="rollstream-eval-") as folder:
+        yield _version(manifest, await Mirror(folder, store).ensure(manifest, deadline_s=_COPY_S))
+
+
+def _find(what: str, checkpoints: Path, store: VersionStore) -> Saved | tuple[Manifest, VersionStore]:
+    version = _version_of(what)
+    if what != LATEST and version is None and not _NUMBER.fullmatch(what):
+        return _folder(Path(what))
+    saved, published = checkpoints_on_disk(checkpoints), store.versions()
+    if what == LATEST:
+        chosen = max(saved, key=lambda one: (one.incarnation, one.step), default=None)
+        number = max(published, default=None)
+    elif version is not None:
+        chosen = next((one for one in saved if (one.incarnation, one.step) == version), None)
+        number = version if version in published else None
+    else:
+        step = int(what)
+        chosen = max((one for one in saved if one.step == step), key=lambda one: one.incarnation, default=None)
+        number = max((one for one in published if one.n == step), default=None)
+    if chosen is not None:
+        return _checkpoint(chosen)
+    if number is not None:
+        return store.manifest(number), store
+    raise ConfigError(f"--checkpoint {what}: no such checkpoint in {checkpoints} ({_listed(saved)}), nor a version in {store.location} ({_named(published)})")
+
+
+def _version_of(text: str) -> Version | None:
+    try:
+        return Version.parse(text)
+    except DecodeError:
+        return None
+
+
+def _listed(saved: Sequence[CheckpointRef]) -> str:
+    return _named([Version(one.incarnation, one.step) for one in saved])
+
+
+def _named(versions: Sequence[Version]) -> str:
+    if not versions:
+        return "there is none"
+    left = len(versions) - _NAMED
+    return "there are " + ", ".join(str(one) for one in versions[-_NAMED:]) + (f" and {left} older" if left > 0 else "")
+
+
+def _folder(path: Path) -> Saved | tuple[Manifest, VersionStore]:
+    if not path.is_dir():
+        raise ConfigError(f"--checkpoint {path}: no such folder; give one, a step, a version such as 1:20, or {LATEST}")
+    if (path / "state.json").is_file():
+        try:
+            state = orjson.loads((path / "state.json").read_bytes())
+            reference = CheckpointRef(step=int(state["step"]), incarnation=int(state["incarnation"]), digest=str(state["digest"]), path=str(path))
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            raise ConfigError(f"--checkpoint {path}: state.json cannot be read ({type(problem).__name__}: {problem}); choose another checkpoint") from problem
+        return _checkpoint(reference)
+    if (path / MANIFEST_FILE).is_file() and (version := _of_folder(path.name)) is not None:
+        store = DirectoryStore(path.absolute().parent)
+        return store.manifest(version), store
+    return _plain(path, key="--checkpoint")
+
+
+def _of_folder(name: str) -> Version | None:
+    match = re.fullmatch(r"v(\d+)-(\d+)", name)
+    return Version(int(match[1]), int(match[2])) if match else None
+
+
+def _plain(path: Path, *, key: str = "model.path") -> Saved:
+    """A Hugging Face model folder."""
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ConfigError(f"{key} {path}: has no {name}; give a folder with config.json, tokenizer.json and safetensors weights")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{key} {path}: has no *.safetensors file; save the weights of the model there")
+    return Saved(label=path.absolute().name, folder=path.absolute())
+
+
+def _checkpoint(reference: CheckpointRef) -> Saved:
+    """Raises: `ConfigError` for weights that are not those the checkpoint was registered with."""
+    folder = Path(reference.path) / "model"
+    saved = _plain(folder, key=f"--checkpoint {reference.path}: its model folder")
+    try:
+        with open_tensors(folder / "model.safetensors") as tensors:
+            digest = weights_digest(tensors)
+    except (OSError, ValueError, ManifestError) as problem:
+        raise ConfigError(f"--checkpoint {reference.path}: model.safetensors cannot be read ({problem}); choose another checkpoint") from problem
+    if digest != reference.digest:
+        raise ConfigError(f"--checkpoint {reference.path} holds weights {digest}, and was saved with {reference.digest}: it is damaged; choose another one")
+    version = Version(reference.incarnation, reference.step)
+    return Saved(label=f"checkpoint {version}", folder=saved.folder, version=version, digest=digest)
+
+
+def _version(manifest: Manifest, folder: Path) -> Saved:
+    return Saved(label=f"version {manifest.version}", folder=folder, version=manifest.version, digest=manifest.digest)

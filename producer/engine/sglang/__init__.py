@@ -1,0 +1,1 @@
+"""SGLang servers that the engine host starts, ends, and watches."""

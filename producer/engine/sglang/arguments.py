@@ -1,0 +1,125 @@
+"""The command line of a server of SGLang: pure.
+
+Ours come first and the user's after them, so the user's win where both name one. What would break the host, or be silently wrong, is refused with the reason.
+Keys are never among them: every process list shows a command line (`launch.py` takes them from the environment).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from producer.engine.config import EngineConfig
+from protocol.errors import ConfigError
+
+LAUNCH = Path(__file__).with_name("launch.py")
+_SPARE = 8
+"""Tokens of context beyond the longest request: SGLang cuts what comes within one token of its context, without a word."""
+_PAGES = 1.25
+"""KV cache on a CPU, over what all slots need at once. Without a bound SGLang takes most of the machine's memory."""
+_KEYS = "it would be seen in files and process lists; set {} in the environment of hosts, producers and readers"
+_REFUSED = {
+    "--model-path": "the model is model.path",
+    "--model": "the model is model.path",
+    "--host": "use engine.host, which is registered too",
+    "--port": "use engine.port, which is held free meanwhile",
+    "--weight-version": "the host names the base weights after each start, to know a restarted server",
+    "--api-key": _KEYS.format("ROLLSTREAM_ENGINE_KEY"),
+    "--admin-api-key": _KEYS.format("ROLLSTREAM_ENGINE_ADMIN_KEY"),
+    "--tp-size": "use engine.tp, by which weights are brought too",
+    "--tensor-parallel-size": "use engine.tp, by which weights are brought too",
+    "--tp": "use engine.tp, by which weights are brought too",
+    "--device": "use engine.device, which decides the other arguments too",
+    "--config": "a file of arguments could hold any of those that are refused; write them into engine.args",
+    "--skip-tokenizer-init": "answers would have no text, which rewards judge",
+    "--is-embedding": "the server would not generate",
+    "--encoder-only": "the server would not generate",
+    "--grpc-mode": "the server would not speak HTTP",
+    "--smg-grpc-mode": "the server would not speak HTTP",
+}
+_ALLOWED = {
+    "--disaggregation-mode": ("null", "neither half of such a pair writes a token by itself, by which every update is proven; run both as one server"),
+    "--node-rank": ("0", "the host starts the node that answers; start the others by hand (docs/engines.md)"),
+    "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
+}
+_MULTI_NODE = "--nnodes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What differs from one start to the next."""
+
+    index: int
+    port: int
+    rendezvous_port: int
+    """Where the ranks of this server find each other."""
+    boot_nonce: str
+    seed: int
+
+
+def server_arguments(settings: EngineConfig, place: Place, *, model: str, longest: int, context: int, shares_device: bool = False) -> tuple[str, ...]:
+    """Everything after the interpreter. `longest`: tokens of the longest request; `context`: of the model, 0 if unknown. `shares_device`: its memory can be
+    given back and taken again.
+
+    Raises: `ConfigError` for arguments of the user's that would break the host.
+    """
+    check_arguments(settings)
+    dtype = () if settings.dtype == "auto" else ("--dtype", settings.dtype)
+    slots = settings.slots
+    return (
+        str(LAUNCH),
+        *("--model-path", model, "--host", settings.host, "--port", str(place.port), "--nccl-port", str(place.rendezvous_port)),
+        *("--weight-version", f"boot:{place.boot_nonce}", "--random-seed", str(place.seed % (1 << 31))),
+        *("--tp-size", str(settings.tp), "--max-running-requests", str(slots), "--max-queued-requests", str(settings.max_queued), *dtype),
+        *("--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"),
+        *(_for_cpu(settings, longest, context) if settings.device == "cpu" else _for_cuda(settings, place)),
+        *(("--enable-memory-saver",) if shares_device and settings.device == "cuda" else ()),
+        *settings.args,
+    )
+
+
+def _for_cpu(settings: EngineConfig, longest: int, context: int) -> Iterator[str]:
+    """No kernels are compiled for it: torch's own attention and sampling, and a KV cache of what the slots need."""
+    length = settings.max_length or longest + _SPARE
+    length = min(length, context) if context else length
+    yield from ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none")
+    yield from (
+        "--context-length",
+        str(length),
+        "--max-total-tokens",
+        str(int(settings.slots * length * _PAGES)),
+        "--mem-fraction-static",
+        "0.2",
+        "--sleep-on-idle",
+    )
+
+
+def _for_cuda(settings: EngineConfig, place: Place) -> Iterator[str]:
+    yield from ("--base-gpu-id", str(settings.gpu + place.index * settings.tp))
+    if settings.max_length:
+        yield from ("--context-length", str(settings.max_length))
+
+
+def check_arguments(settings: EngineConfig) -> None:
+    """Raises: `ConfigError` naming the argument and why it cannot be."""
+    named = list(_named(settings.args))
+    for name, _ in named:
+        refused = next((flag for flag in _REFUSED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)
+        if refused is not None:
+            raise ConfigError(f"engine.args has {name}: {_REFUSED[refused]}")
+    for name, value in named:
+        if name in _ALLOWED and value != _ALLOWED[name][0]:
+            raise ConfigError(f"engine.args has {name} {value or ''}".rstrip() + f": {_ALLOWED[name][1]}")
+    given = dict(named)
+    if given.get(_MULTI_NODE, "1") != "1" and "--dist-init-addr" not in given:
+        raise ConfigError(f"engine.args has {_MULTI_NODE} {given[_MULTI_NODE]} without --dist-init-addr: the other nodes must be told where this one is")
+
+
+def _named(args: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Each `--name` with what follows it, if that is no further name."""
+    for at, word in enumerate(args):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            following = args[at + 1] if at + 1 < len(args) and not args[at + 1].startswith("--") else None
+            yield name.replace("_", "-"), value if equals else following

@@ -1,0 +1,189 @@
+"""A server of SGLang that the host starts: one life of it is one process tree."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Never
+
+import orjson
+
+from producer.engine.config import EngineConfig
+from producer.engine.desk import Desk
+from producer.engine.hosted import EngineFault, Figures
+from producer.engine.key import admin_key, engine_key
+from producer.engine.sglang.arguments import Place, check_arguments, server_arguments
+from producer.engine.sglang.child import Child
+from producer.engine.sglang.figures import capacity
+from producer.engine.sglang.ports import held_port
+from producer.engine.sglang.watch import Watch
+from protocol.errors import ApplyFailed, ConfigError, DecodeError, EngineUnavailable
+
+_GRACE_S = 10.0
+"""SGLang takes about six seconds to end in good order."""
+_KNOCK_S = 0.5
+_ASK_S = 5.0
+_USAGE = 2
+"""The exit code of a command line that was not understood."""
+_REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
+
+
+class SGLangServer:
+    """`Kind` of a server on this machine, which ends with the host, however that ends."""
+
+    name = "sglang"
+    lives_on = True
+    start_tries = 3
+
+    def __init__(
+        self, settings: EngineConfig, *, index: int, model: str, longest: int, seed: Callable[[str], int], log: Path, shares_device: bool = False
+    ) -> None:
+        """`longest`: tokens of the longest request. `seed`: of the noise of a boot. Raises: `ConfigError`: arguments or an interpreter that cannot work."""
+        check_arguments(settings)
+        if admin_key() and not engine_key():
+            raise ConfigError(
+                "ROLLSTREAM_ENGINE_ADMIN_KEY is set and ROLLSTREAM_ENGINE_KEY is not: SGLang shows its admin key in /server_info, which is open to all then"
+            )
+        self._settings, self._index, self._model, self._longest, self._seed, self._log = settings, index, model, longest, seed, log
+        self._shares_device = shares_device
+        self._python = _interpreter(settings.python)
+
+    @contextlib.asynccontextmanager
+    async def life(self, boot_nonce: str, desk: Desk, /) -> AsyncIterator[ServerLife]:
+        settings = self._settings
+        wanted = settings.port + self._index if settings.port else 0
+        with (
+            held_port(settings.host, wanted, key=f"engine.port {wanted}") as port,
+            held_port(settings.host, key="engine.host") as rendezvous,
+        ):
+            place = Place(index=self._index, port=port, rendezvous_port=rendezvous, boot_nonce=boot_nonce, seed=self._seed(boot_nonce))
+            argv = server_arguments(settings, place, model=self._model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device)
+            try:
+                child = Child.start((self._python, *argv), log=self._log, env=_environment(settings))
+            except OSError as problem:
+                raise EngineFault(f"SGLang cannot be started: {problem}") from problem
+            life = ServerLife(child, settings, desk, port=port, boot_nonce=boot_nonce, log=self._log)
+            try:
+                yield life
+            finally:
+                await asyncio.shield(child.end(_GRACE_S))
+
+
+class ServerLife:
+    """`Hosted` for one process tree."""
+
+    def __init__(self, child: Child, settings: EngineConfig, desk: Desk, *, port: int, boot_nonce: str, log: Path) -> None:
+        self._child, self._settings, self._desk, self._log, self._nonce = child, settings, desk, log, boot_nonce
+        name = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.url = f"http://{name}:{port}"
+        self._began = time.monotonic()
+        self._watch: Watch | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def trouble(self) -> str:
+        return "" if self._watch is not None else f"SGLang starts ({time.monotonic() - self._began:.0f} s; {self._log})"
+
+    @property
+    def figures(self) -> Figures:
+        return Figures(capacity=self._settings.slots) if self._watch is None else self._watch.figures
+
+    @property
+    def idle(self) -> bool:
+        return self._watch is not None and self._watch.idle
+
+    async def ready(self) -> None:
+        """It has written a token under the name that we gave its weights. `/health` is never asked: it takes a second, and fails in a pause."""
+        ended = asyncio.create_task(self._child.ended(), name="engine:child")
+        written = asyncio.create_task(self._first_token(), name="engine:first-token")
+        try:
+            async with asyncio.timeout(self._settings.start_seconds):
+                await asyncio.wait({ended, written}, return_when=asyncio.FIRST_COMPLETED)
+            if not written.done():
+                raise self._ended(ended.result())
+            self._watch = Watch(self.url, self._desk, self._settings, capacity=await written)
+        except TimeoutError as problem:
+            raise EngineFault(
+                f"SGLang wrote no token within engine.start_seconds = {self._settings.start_seconds:g}; its last words are\n{self._child.last_words()}"
+            ) from problem
+        finally:
+            for task in (ended, written):
+                task.cancel()
+            await asyncio.gather(ended, written, return_exceptions=True)
+
+    async def _first_token(self) -> int:
+        """Returns how many requests it decodes at once. Raises: `EngineFault`: another server answers at this port."""
+        control = self._desk.control(self.url)
+        while True:
+            try:
+                served = await control.weight_version(deadline_s=_ASK_S)
+                if served != f"boot:{self._nonce}":
+                    raise EngineFault(f"{self.url} is another server's: it serves {served!r}")
+                await control.probe(deadline_s=self._settings.start_seconds)
+                return capacity(await control.server_info(deadline_s=_ASK_S)) or self._settings.slots
+            except _REFUSALS:
+                await asyncio.sleep(_KNOCK_S)
+
+    async def failed(self) -> Never:
+        """Raises: `EngineFault` when the server ends, hangs, or serves what it was not given."""
+        assert self._watch is not None, "`ready` comes first"
+        watching = asyncio.create_task(self._watch.run(), name="engine:watch")
+        ended = asyncio.create_task(self._child.ended(), name="engine:child")
+        try:
+            await asyncio.wait({watching, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                raise self._ended(ended.result())
+            await watching
+            raise AssertionError
+        finally:
+            for task in (watching, ended):
+                task.cancel()
+            await asyncio.gather(watching, ended, return_exceptions=True)
+
+    async def until_idle(self) -> None:
+        if self._watch is not None:
+            await self._watch.until_idle()
+
+    def _ended(self, code: int) -> EngineFault | ConfigError:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        said = f"SGLang {how}; its last words ({self._log}) are\n{self._child.last_words()}"
+        if code == _USAGE and self._watch is None:
+            return ConfigError(f"engine.args: {said}")
+        return EngineFault(said)
+
+
+def _interpreter(python: str) -> str:
+    found = shutil.which(python or sys.executable)
+    if found is None:
+        raise ConfigError(f"engine.python {python}: there is no such program; give the interpreter of an environment that has SGLang")
+    return str(Path(found).absolute())  # not resolved: a virtual environment is known by the link
+
+
+def _environment(settings: EngineConfig) -> Mapping[str, str]:
+    threads = str(settings.torch_threads)
+    ours = {
+        "ROLLSTREAM_ENGINE_HOST_PID": str(os.getpid()),
+        "OMP_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **({"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} if settings.device == "cpu" else {}),
+    }
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")} | ours
+
+
+def _context(model: str) -> int:
+    """Tokens the model was made for; 0 if its config.json does not say."""
+    try:
+        value = orjson.loads((Path(model) / "config.json").read_bytes()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return 0
+    return value if type(value) is int else 0

@@ -1,0 +1,169 @@
+"""Which model `rollstream eval --checkpoint` means, and what it says where there is none."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumer.backend import TrainingState
+from consumer.checkpoint import Checkpoint, Progress, write_checkpoint
+from consumer.config import CheckpointConfig
+from deploy.saved import Saved, saved_model
+from protocol.config import ModelConfig, RunConfig
+from protocol.errors import ConfigError, ManifestError
+from protocol.versions import Version
+from tests.producer.engine.conftest import write_model
+from weightsync.config import WeightsConfig
+from weightsync.safetensors_file import open_tensors
+from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
+from weightsync.store import DirectoryStore, open_store
+
+
+def weights_of(model: Path) -> dict[str, TensorBytes]:
+    with open_tensors(model / "model.safetensors") as tensors:
+        return {name: TensorBytes(dtype=one.dtype, shape=one.shape, data=bytes(one.data)) for name, one in tensors.items()}
+
+
+class Place:
+    """A run's folder with models of different seeds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = write_model(folder / "model", seed=1)
+        self.run = RunConfig(name="r", dir=str(folder / "run"))
+        self.weights = WeightsConfig(store=str(folder / "store"))
+        self.checkpoint = CheckpointConfig()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.checkpoint.folder(self.run)
+
+    @property
+    def store(self) -> DirectoryStore:
+        store = open_store(self.weights, self.run, self.model)
+        assert isinstance(store, DirectoryStore)
+        return store
+
+    def save(self, step: int, incarnation: int, *, weights: dict[str, TensorBytes]) -> Path:
+        checkpoint = Checkpoint(
+            progress=Progress(step=step),
+            incarnation=incarnation,
+            digest=weights_digest(weights),
+            state=TrainingState(weights=weights, optimizer={}, rng={}),
+            journal=b"",
+            schedule={},
+        )
+        return write_checkpoint(self.checkpoints, checkpoint, model_path=self.model)
+
+    def find(self, what: str) -> Any:
+        return saved_model(what, run=self.run, model=ModelConfig(path=str(self.model)), checkpoint=self.checkpoint, weights=self.weights)
+
+    async def found(self, what: str) -> tuple[Saved, str]:
+        """What it is, and the digest of its weights."""
+        async with self.find(what) as saved:
+            assert (saved.folder / "tokenizer.json").is_file()
+            return saved, weights_digest(weights_of(saved.folder))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, TensorBytes]]:
+    folder = tmp_path_factory.mktemp("others")
+    return [weights_of(write_model(folder / str(seed), seed=seed)) for seed in (2, 3, 4)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+async def test_a_step_a_version_and_latest_name_checkpoints_of_the_newest_incarnation_first(place: Place, others: list[dict[str, TensorBytes]]):
+    digests = [weights_digest(weights) for weights in others]
+    place.save(20, 1, weights=others[0])
+    place.save(10, 1, weights=others[1])
+    place.save(10, 2, weights=others[2])
+    for what, version, digest in (("10", "2:10", digests[2]), ("1:10", "1:10", digests[1]), ("20", "1:20", digests[0]), ("latest", "2:10", digests[2])):
+        saved, seen = await place.found(what)
+        assert (str(saved.version), saved.digest, seen, saved.label) == (version, digest, digest, f"checkpoint {version}"), what
+
+
+async def test_a_published_version_is_found_where_there_is_no_checkpoint_of_it(place: Place, others: list[dict[str, TensorBytes]]):
+    for n, weights in enumerate(others):
+        place.store.write(Snapshot(version=Version(1, n), tensors=weights))
+    saved, digest = await place.found("latest")
+    assert (saved.label, saved.version, digest) == ("version 1:2", Version(1, 2), weights_digest(others[2]))
+    saved, digest = await place.found("1")
+    assert (saved.version, digest) == (Version(1, 1), weights_digest(others[1]))
+    place.save(1, 1, weights=others[0])
+    assert (await place.found("latest"))[0].label == "checkpoint 1:1"
+    assert (await place.found("1:2"))[0].label == "version 1:2"
+
+
+async def test_a_version_that_holds_only_what_changed_is_made_whole_for_as_long_as_it_is_needed(place: Place, others: list[dict[str, TensorBytes]]):
+    base = others[0]
+    name = max(base, key=lambda one: len(base[one].data))
+    raw = bytearray(base[name].data)
+    raw[:4] = b"\x00\x00\x00\x3f"
+    changed = base | {name: TensorBytes(dtype=base[name].dtype, shape=base[name].shape, data=bytes(raw))}
+    parent = place.store.write(Snapshot(version=Version(1, 0), tensors=base))
+    assert place.store.write_delta(Snapshot(version=Version(1, 1), tensors=changed), parent, base).kind == "delta"
+    for what in ("1:1", str(place.store.path(Version(1, 1)))):
+        async with place.find(what) as saved:
+            folder = saved.folder
+            assert weights_digest(weights_of(folder)) == weights_digest(changed) == saved.digest
+        assert not folder.exists()
+
+
+async def test_folders_are_checkpoints_versions_or_models_by_what_is_in_them(place: Place, others: list[dict[str, TensorBytes]]):
+    checkpoint = place.save(5, 1, weights=others[0])
+    place.store.write(Snapshot(version=Version(1, 7), tensors=others[1]))
+    saved, digest = await place.found(str(checkpoint))
+    assert (saved.version, digest) == (Version(1, 5), weights_digest(others[0]))
+    saved, digest = await place.found(str(place.store.path(Version(1, 7))))
+    assert (saved.version, digest) == (Version(1, 7), weights_digest(others[1]))
+    for what in ("", str(place.model)):
+        saved, digest = await place.found(what)
+        assert (saved.version, saved.folder, digest) == (None, place.model, weights_digest(weights_of(place.model)))
+
+
+@pytest.mark.parametrize("what", ["7", "1:7", "latest"])
+async def test_what_is_not_there_is_told_with_what_is(place: Place, others: list[dict[str, TensorBytes]], what: str):
+    with pytest.raises(ConfigError, match=f"--checkpoint {what}: no such checkpoint in .*there is none.*nor a version in .*there is none"):
+        await place.found(what)
+    if what != "latest":
+        place.save(5, 1, weights=others[0])
+        with pytest.raises(ConfigError, match=re.escape("(there are 1:5)")):
+            await place.found(what)
+
+
+async def test_a_folder_that_is_no_model_is_refused_with_what_it_lacks(place: Place):
+    for path, message in ((place.folder / "nowhere", "no such folder"), (place.folder, "has no config.json")):
+        with pytest.raises(ConfigError, match=message):
+            await place.found(str(path))
+    for name, message in (("tokenizer.json", "has no tokenizer.json"), ("model.safetensors", "has no \\*.safetensors file")):
+        broken = Path(shutil.copytree(place.model, place.folder / f"without-{name}"))
+        (broken / name).unlink()
+        with pytest.raises(ConfigError, match=message):
+            await place.found(str(broken))
+
+
+async def test_a_damaged_checkpoint_and_a_damaged_version_are_refused(place: Place, others: list[dict[str, TensorBytes]]):
+    checkpoint = place.save(5, 1, weights=others[0])
+    place.store.write(Snapshot(version=Version(1, 7), tensors=others[1]))
+    for path in (checkpoint / "model" / "model.safetensors", place.store.path(Version(1, 7)) / "model.safetensors"):
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+    with pytest.raises(ConfigError, match="it is damaged"):
+        await place.found("5")
+    with pytest.raises(ManifestError, match="1:7"):
+        await place.found("7")
+    (checkpoint / "model" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await place.found("5")
+    (checkpoint / "state.json").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
+        await place.found(str(checkpoint))

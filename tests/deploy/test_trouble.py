@@ -1,0 +1,175 @@
+"""An engine that cannot take new weights is seen wherever people and programs look, before its tokens are too old to be trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import io
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy import live
+from deploy.cli import main
+from deploy.http import bodies, metrics
+from deploy.snapshot import Picture, PictureSource
+from deploy.trouble import Trouble, channel, fallbacks, in_short, server_missing, trouble_of, troubles
+from producer.engine.turns import AWAY
+from protocol.audit import emit
+from protocol.connection import Client
+from protocol.keys import Keys
+from protocol.messages import EngineId, EngineState, RelayStatus, WeightServerStatus
+from protocol.presence import Presence
+from protocol.versions import Version
+from weightsync.registry import Registry, UpdateTimes
+from weightsync.roles import RELAY, WEIGHT_SERVER
+
+from .conftest import engine
+
+pytestmark = pytest.mark.redis
+Make = Callable[[], Awaitable[object]]
+FULL = "prepare 1:1: version 1:1 cannot be copied to /dev/shm/r-relay: [Errno 28] No space left on device"
+
+
+@pytest.fixture
+async def picture(redis: Client, keys: Keys, small_run: Make) -> Callable[..., Awaitable[Picture]]:
+    """Of a run where engine 0 is a step behind because its machine is full, and engine 1 is well."""
+    await small_run()
+    await Registry(redis, keys).beat(dataclasses.replace(engine(0, Version(1, 0)), trouble=FULL))
+
+    async def take(**changes: Any) -> Picture:
+        return await PictureSource(redis, keys, **changes).picture()
+
+    return take
+
+
+def drawn(what: Any) -> str:
+    file = io.StringIO()
+    Console(width=400, file=file).print(what)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "lag", "why"),
+    [
+        ({}, 0, None),
+        ({"trouble": FULL}, 1, FULL),
+        ({"state": EngineState.UNFIT, "reason": "apply 1:1: no such weights"}, 1, "apply 1:1: no such weights"),
+        ({"state": EngineState.STARTING, "trouble": FULL, "version": None}, None, FULL),
+        ({"state": EngineState.LEAVING, "trouble": FULL}, 1, None),
+        ({}, 8, None),
+        ({}, 9, "more than buffer.max_staleness 8 behind, and it reports no trouble: look at its log"),
+        ({"fleet": "eval"}, 9, None),
+        ({"reason": "a reason that is over"}, 0, None),
+        ({"state": EngineState.UNFIT, "reason": AWAY}, 1, None),
+    ],
+)
+def test_what_is_a_trouble(changes: dict[str, Any], lag: int | None, why: str | None):
+    found = trouble_of(dataclasses.replace(engine(0, Version(1, 0)), **changes), lag, 8)
+    assert (found and found.why) == why
+
+
+def test_a_sentence_says_who_how_far_and_why_and_one_line_names_two():
+    one = Trouble(engine_id=EngineId("e0"), version="1:3", lag_steps=4, why="x" * 200)
+    assert one.sentence == f"e0 (1:3, 4 steps behind): {'x' * 200}"
+    assert one.short == f"e0 (1:3, 4 steps behind): {'x' * 89}…"
+    assert Trouble(engine_id=EngineId("e0"), version="", lag_steps=None, why="y").short == "e0 (no version yet): y"
+
+
+async def test_the_line_the_live_view_and_the_status_of_a_run_say_it(
+    picture: Callable[..., Awaitable[Picture]], redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    now = await picture()
+    assert [trouble.sentence for trouble in troubles(now)] == [f"engine-0 (1:0, 1 steps behind): {FULL}"]
+    assert f"trouble: {in_short(now)}" in live.line(now)
+    assert f"engine-0 (1:0, 1 steps behind): {FULL}" in drawn(live.render(now, {}, []))
+    path = tmp_path / "run.toml"
+    path.write_text(f'[run]\nname = "{keys.run}"\ndir = "{tmp_path}"\n[redis]\nurl = "{redis_url}"\n')
+    for view in ("status", "engines", "weights"):
+        assert await asyncio.to_thread(main, [view, "-c", str(path)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"trouble: engine-0 (1:0, 1 steps behind): {FULL}" in said, view
+    assert await asyncio.to_thread(main, ["engines", "--json", "-c", str(path)]) == 0
+    members = json.loads(capsys.readouterr().out)["engines"]["members"]
+    assert [(one["trouble"], one["lag_steps"]) for one in members] == [(FULL, 1), ("", 0)]
+
+
+async def test_programs_see_it_in_the_bodies_and_in_the_metrics(picture: Callable[..., Awaitable[Picture]], keys: Keys):
+    now = await picture(transport="delta")
+    assert [member["trouble"] for member in bodies.engines(now).members] == [FULL, ""]
+    weights = bodies.weights(now)
+    assert [one.trouble for one in weights.engines] == [FULL, ""]
+    assert weights.troubles[0] == f"engine-0 (1:0, 1 steps behind): {FULL}"
+    text = metrics.exposition(now, keys.run).decode()
+    for line in (
+        f'rollstream_engine_trouble{{engine="engine-0",run="{keys.run}"}} 1.0',
+        f'rollstream_engine_trouble{{engine="engine-1",run="{keys.run}"}} 0.0',
+        f'rollstream_engine_lag_steps{{engine="engine-0",run="{keys.run}"}} 1.0',
+    ):
+        assert line in text
+
+
+async def test_updates_are_counted_by_what_brought_them_and_those_of_the_store_are_fallbacks_of_another_way(
+    picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys
+):
+    registry = Registry(redis, keys)
+    await registry.beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store"))
+    for way in ("gloo", "store", "store"):
+        await registry.ack("engine-1", "nonce-1", Version(1, 1), times=UpdateTimes(transport=way))
+    unknown, store, gloo = await picture(), await picture(transport="store"), await picture(transport="gloo")
+    assert gloo.totals.by_transport == {"unknown": 3, "gloo": 1, "store": 2}
+    assert [fallbacks(one) for one in (unknown, store, gloo)] == [None, 0, 2]
+    body = bodies.weights(gloo)
+    assert (body.transport, body.fallbacks, body.applied_by_transport) == ("gloo", 2, {"gloo": 1, "store": 2, "unknown": 3})
+    text = metrics.exposition(gloo, keys.run).decode()
+    assert f'rollstream_store_fallbacks_total{{run="{keys.run}"}} 2.0' in text
+    assert f'rollstream_applied_versions_by_transport_total{{run="{keys.run}",transport="store"}} 2.0' in text
+    assert "rollstream_store_fallbacks_total" not in metrics.exposition(unknown, keys.run).decode()
+
+
+@pytest.mark.parametrize("transport", ["", "store", "delta", "gloo", "nccl", "ipc"])
+async def test_a_weight_server_that_is_needed_and_missing_is_said_until_one_of_its_kind_comes(
+    transport: str, picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys
+):
+    servers = Presence(redis, keys, WEIGHT_SERVER, WeightServerStatus)
+    needed = transport in ("gloo", "nccl", "ipc")
+    before = await picture(transport=transport)
+    assert server_missing(before) is needed
+    told = " ".join(channel(before))
+    assert (f'weights.transport is "{transport}" and no weight server of that kind is registered' in told) is needed
+    if transport:
+        text = metrics.exposition(before, keys.run).decode()
+        assert f'rollstream_weight_server_missing{{run="{keys.run}"}} {float(needed)}' in text
+    await servers.beat("s0", WeightServerStatus(server_id="s0", url="u", device="cpu", backend="another"))
+    assert server_missing(await picture(transport=transport)) is needed
+    await servers.beat("s1", WeightServerStatus(server_id="s1", url="u", device="cpu", backend=transport))
+    after = await picture(transport=transport)
+    assert server_missing(after) is False
+    assert channel(after) == []
+
+
+async def test_an_engine_that_the_store_served_is_named_while_a_server_is_there(picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys):
+    await Presence(redis, keys, WEIGHT_SERVER, WeightServerStatus).beat("s", WeightServerStatus(server_id="s", url="u", device="cpu", backend="gloo"))
+    await Registry(redis, keys).beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store"))
+    await Registry(redis, keys).ack("engine-1", "nonce-1", Version(1, 1), times=UpdateTimes(transport="store"))
+    assert channel(await picture(transport="gloo")) == [
+        'weights.transport is "gloo", but engine-1 took 1:1 by store; 1 of 4 updates came from the store: the logs of the engines say what broke'
+    ]
+    assert channel(await picture(transport="store")) == []
+
+
+async def test_a_relay_that_is_behind_and_what_it_could_not_copy_are_seen(picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys):
+    relays = Presence(redis, keys, RELAY, RelayStatus)
+    await relays.beat("a", RelayStatus(relay_id="a", folder="/f", version=Version(1, 0)))
+    await relays.beat("b", RelayStatus(relay_id="b", folder="/f", version=Version(1, 1)))
+    await emit(redis, keys, "copy_failed", {"relay_id": "a", "folder": "/f", "version": "1:1", "reason": "No space left on device"})
+    now = await picture()
+    behind, level = live.carriers(now)
+    assert behind.startswith("relay a: 1:0 whole (1 steps behind the newest), ")
+    assert level.startswith("relay b: 1:1 whole, ")
+    assert "copy failed: relay_id a, folder /f, version 1:1, reason No space left on device" in [live.describe(event) for event in now.events]
+    assert f'rollstream_relay_lag_steps{{relay="a",run="{keys.run}"}} 1.0' in metrics.exposition(now, keys.run).decode()

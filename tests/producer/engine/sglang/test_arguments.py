@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from producer.engine.config import EngineConfig
+from producer.engine.sglang.arguments import LAUNCH, Place, server_arguments
+from protocol.errors import ConfigError
+
+PLACE = Place(index=2, port=31000, rendezvous_port=31001, boot_nonce="ab12", seed=(1 << 40) + 7)
+
+
+def flags(argv: Sequence[str]) -> dict[str, str]:
+    """The last value of each flag, as argparse takes it."""
+    return {word: following for word, following in zip(argv, [*argv[1:], ""], strict=True) if word.startswith("--")}
+
+
+def arguments(context: int = 0, **settings: object) -> dict[str, str]:
+    argv = server_arguments(EngineConfig(kind="sglang", **settings), PLACE, model="/m", longest=24, context=context)  # type: ignore[arg-type]
+    assert argv[0] == str(LAUNCH)
+    assert LAUNCH.is_file()
+    return flags(argv)
+
+
+def test_base_weights_are_named_after_the_boot_and_ports_are_those_that_are_held():
+    given = arguments()
+    assert {name: given[name] for name in ("--model-path", "--weight-version", "--host", "--port", "--nccl-port", "--random-seed")} == {
+        "--model-path": "/m",
+        "--weight-version": "boot:ab12",
+        "--host": "127.0.0.1",
+        "--port": "31000",
+        "--nccl-port": "31001",
+        "--random-seed": "7",
+    }
+    assert "--enable-metrics" in given, "progress and load are seen there alone"
+
+
+def test_each_engine_of_a_machine_has_gpus_of_its_own():
+    assert arguments(tp=4, gpu=1)["--base-gpu-id"] == "9"
+    assert "--device" not in arguments()
+    assert "--base-gpu-id" not in arguments(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "context", "length"),
+    [({}, 0, 32), ({}, 4096, 32), ({}, 30, 30), ({"max_length": 100}, 0, 100), ({"max_length": 100}, 64, 64)],
+)
+def test_on_a_cpu_the_cache_is_what_the_slots_need(settings: dict[str, int], context: int, length: int):
+    given = arguments(context, device="cpu", slots=10, **settings)
+    assert given["--context-length"] == str(length)
+    assert given["--max-total-tokens"] == str(int(12.5 * length))
+
+
+def test_on_a_gpu_the_context_is_the_models_unless_it_is_chosen():
+    assert "--context-length" not in arguments()
+    assert arguments(max_length=4096)["--context-length"] == "4096"
+
+
+def test_the_users_arguments_come_last_and_so_win():
+    given = arguments(args=("--max-running-requests", "7", "--random-seed=9", "--disable-radix-cache"))
+    assert given["--max-running-requests"] == "7"
+    assert "--disable-radix-cache" in given
+    assert "--random-seed=9" in given
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--model-path", "x"), r"engine\.args has --model-path: the model is model\.path"),
+        (("--model=x",), r"--model: the model is model\.path"),
+        (("--port", "1"), r"use engine\.port"),
+        (("--weight-version", "v"), "names the base weights"),
+        (("--weight-ver", "v"), "names the base weights"),
+        (("--api-key", "k"), "ROLLSTREAM_ENGINE_KEY"),
+        (("--admin_api_key", "k"), "ROLLSTREAM_ENGINE_ADMIN_KEY"),
+        (("--tp", "2"), r"use engine\.tp"),
+        (("--config", "f.yaml"), "a file of arguments"),
+        (("--skip-tokenizer-init",), "no text"),
+        (("--disaggregation-mode", "prefill"), "--disaggregation-mode prefill: neither half"),
+        (("--node-rank", "1"), "start the others by hand"),
+        (("--nnodes", "2"), "--nnodes 2 without --dist-init-addr"),
+        (("--weight-cache-mode", "daemon"), "cannot be updated in place"),
+    ],
+)
+def test_what_would_break_the_host_is_refused_with_the_reason(args: tuple[str, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        arguments(args=args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--quantization", "fp8"),
+        ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
+        ("--dp-size", "2", "--enable-dp-attention"),
+        ("--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "10.0.0.1:5000"),
+        ("--disaggregation-mode", "null"),
+        ("--enable-memory-saver",),
+    ],
+)
+def test_whatever_else_sglang_knows_passes_through(args: tuple[str, ...]):
+    assert set(args) <= set(server_arguments(EngineConfig(kind="sglang", args=args), PLACE, model="/m", longest=24, context=0))

@@ -1,0 +1,85 @@
+"""An engine on the trainer's device: real Redis, a real host with the embedded engine, and a trainer of the test's that takes its turns."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from producer.engine.turns import AWAY
+from protocol.errors import ConfigError
+from protocol.messages import EngineState
+from protocol.wakeups import wakeups
+from weightsync.control import EngineControl
+from weightsync.turns import Holder, Turn, Turns
+
+from .conftest import written_logprobs
+from .hosting import WAIT_S, Run, ask
+
+
+async def test_an_engine_lets_go_in_the_trainers_turns_and_comes_back_with_the_newest_version(
+    run: Run, session: aiohttp.ClientSession, model_a: Path, model_b: Path
+):
+    from transformers import AutoModelForCausalLM
+
+    run.values["placement"] = {"layout": "colocated"}
+    await run.create()
+    stop = asyncio.Event()
+    async with wakeups(run.client, run.keys) as waker, run.hosted(stop) as task:
+        turns = Turns(run.client, run.keys, waker)
+        first = await run.publish(model_a)
+        engine = await run.serving(first)
+        assert (await turns.read()).holders == {f"engine:{engine.engine_id}"}
+        long = asyncio.ensure_future(ask(session, engine, "long", tokens=40))
+        await turns.move(first.incarnation, Turn.TRAIN)
+        async with asyncio.timeout(WAIT_S):
+            await turns.taken(Holder.TRAINER, "t", "b")
+        (away,) = await run.registry.engines()
+        assert (away.state, away.reason) == (EngineState.UNFIT, AWAY)
+        control = EngineControl(session, engine.url)
+        assert not await control.ready()
+        checksums = await control.weights_checksum(deadline_s=5)
+        assert len(set(dict(checksums["ranks"][0]["checksums"]).values())) == 1, "nothing of its weights is left"
+        second = await run.publish(model_b)
+        await turns.give(Holder.TRAINER, "t", "b")
+        await turns.move(second.incarnation, Turn.GENERATE)
+        engine = await run.serving(second)
+        answer = await ask(session, engine, "after")
+        assert {span.version for span in answer.spans} == {second}
+        own = written_logprobs(AutoModelForCausalLM.from_pretrained(model_b), [1, 7, 9], answer.output_ids.tolist())
+        assert abs(answer.logprobs - own.numpy()).max() < 1e-4
+        assert len((await long).output_ids) == 40, "what was under way goes on"
+        stop.set()
+        await task
+        assert (await turns.read()).holders == frozenset()
+
+
+async def test_an_engine_does_not_start_in_the_trainers_turn_and_can_be_stopped_meanwhile(run: Run, model_a: Path):
+    run.values["placement"] = {"layout": "colocated"}
+    await run.create()
+    stop = asyncio.Event()
+    async with wakeups(run.client, run.keys) as waker:
+        turns = Turns(run.client, run.keys, waker)
+        version = await run.publish(model_a)
+        await turns.move(version.incarnation, Turn.TRAIN)
+        async with run.hosted(stop) as task:
+            await asyncio.sleep(1.5)
+            assert await run.registry.engines() == []
+            stop.set()
+            async with asyncio.timeout(WAIT_S):
+                await task
+        await turns.move(version.incarnation, Turn.GENERATE)
+        again = asyncio.Event()
+        async with run.hosted(again):
+            await run.serving(version)
+            again.set()
+
+
+async def test_servers_of_others_do_not_take_turns(run: Run):
+    run.values["placement"] = {"layout": "colocated"}
+    run.values["engine"] = {"kind": "external", "urls": ["http://127.0.0.1:9"]}
+    with pytest.raises(ConfigError, match="use another layout"):
+        async with run.hosted(asyncio.Event()) as task:
+            await task

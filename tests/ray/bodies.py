@@ -1,0 +1,42 @@
+"""Daemons whose bodies do what a test needs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from producer.ray_actor import DaemonActor, EngineActor
+from protocol.errors import ConfigError
+
+
+class Blocking(DaemonActor):
+    """Its body holds its loop up for a long time, again and again."""
+
+    async def body(self, _path: str, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            time.sleep(1.0)
+            await asyncio.sleep(0)
+
+
+class Failing(DaemonActor):
+    """Fails twice, then ends in good order; the tally is a file."""
+
+    async def body(self, path: str, _stop: asyncio.Event) -> None:
+        tally = Path(Path(path).read_text())
+        lives = len(tally.read_text()) if tally.exists() else 0
+        tally.write_text("x" * (lives + 1))
+        if lives < 2:
+            raise RuntimeError("not yet")
+
+
+class Refusing(DaemonActor):
+    async def body(self, _path: str, _stop: asyncio.Event) -> None:
+        raise ConfigError("model.path: no such folder")
+
+
+class Wide(EngineActor):
+    """Has the GPUs of an engine, and no engine."""
+
+    async def body(self, _path: str, stop: asyncio.Event) -> None:
+        await stop.wait()

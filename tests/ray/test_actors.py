@@ -1,0 +1,92 @@
+"""What an actor does with its body, whatever the body is."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from deploy.ray.crew import seat
+from deploy.ray.placement_group import look, new_group, remove
+from producer.ray_actor import Settings
+from producer.ray_fleet import Fleet, connected
+from tests.ray.bodies import Blocking, Failing, Refusing, Wide
+from tests.ray.conftest import Simulated
+
+RUN = f"r-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> AsyncIterator[Simulated]:
+    """One node is enough."""
+    simulated = Simulated()
+    yield simulated
+    simulated.close()
+
+
+@pytest.fixture
+async def fleet(cluster: Simulated) -> AsyncIterator[Fleet]:
+    async with connected(cluster.address, RUN):
+        found = Fleet(RUN)
+        yield found
+        for name in await found.names():
+            await found.kill(name)
+
+
+async def test_an_actor_answers_while_its_body_blocks_and_is_stopped_all_the_same(fleet: Fleet):
+    await fleet.start(Blocking, "producer-0", Settings(run=RUN, text=""), cpus=0.1)
+    await fleet.wait_started(["producer-0"], within_s=60.0)
+    followed = asyncio.create_task(fleet.ended("producer-0"))
+    first = await fleet.about("producer-0", timeout_s=10.0)
+    await fleet.start(Blocking, "producer-0", Settings(run=RUN, text=""), cpus=0.1)
+    assert (await fleet.about("producer-0", timeout_s=10.0)).pid == first.pid, "there is one of each name"
+    assert (await fleet.stop("producer-0")).code == 0
+    assert (await followed) is None or (await followed).code == 0
+    assert await fleet.names() == []
+
+
+async def test_a_body_that_fails_is_started_again_in_a_new_process_until_it_ends(fleet: Fleet, tmp_path: Path):
+    tally = tmp_path / "tally"
+    await fleet.start(Failing, "engine-0", Settings(run=RUN, text=str(tally)), cpus=0.1)
+    about = await fleet.ended("engine-0")
+    assert about.code == 0
+    assert about.moved
+    assert tally.read_text() == "xxx"
+
+
+async def test_what_a_person_must_mend_is_not_tried_again(fleet: Fleet):
+    await fleet.start(Refusing, "engine-1", Settings(run=RUN, text=""), cpus=0.1)
+    about = await fleet.ended("engine-1")
+    assert (about.code, about.message, about.moved) == (2, "model.path: no such folder", False)
+
+
+async def test_an_actor_without_room_is_named_within_the_bound(fleet: Fleet):
+    from producer.ray_fleet import RayUnavailable
+
+    await fleet.start(Blocking, "producer-9", Settings(run=RUN, text=""), cpus=1000)
+    with pytest.raises(RayUnavailable, match=r"producer-9: not started within 1 s; the cluster has 1 nodes with 0 GPUs and 8 CPUs"):
+        await fleet.wait_started(["producer-9"], within_s=1.0)
+
+
+async def test_an_engine_of_several_gpus_sees_those_of_its_bundles_and_no_others(cluster: Simulated, fleet: Fleet):
+    cluster.add(gpus=3)
+    group = await new_group(f"rollstream-{RUN}", [{"GPU": 1.0, "CPU": 0.5}] * 3, asked="a test", wait_s=30.0)
+    try:
+        where = {bundle.index: bundle.gpu for bundle in await look(group)}
+        two = [index for index in where if where[index] != "1"]
+        await fleet.start(Wide, "engine-5", Settings(run=RUN, text=""), cpus=0.5, gpus=0.9, where=seat(group, two[0]), bundles=two)
+        await run_until(fleet, "engine-5", ",".join(where[index] for index in two))
+        assert sorted(where.values()) == ["0", "1", "2"]
+        assert (await fleet.stop("engine-5")).code == 0
+    finally:
+        remove(group)
+
+
+async def run_until(fleet: Fleet, name: str, gpus: str) -> None:
+    """The actor answers before it has learned of all its GPUs, and wakes nobody when it has."""
+    while (about := await fleet.about(name, timeout_s=60.0)).gpus != gpus:
+        assert about.code is None, about.message
+        await asyncio.sleep(0.1)

@@ -1,0 +1,123 @@
+"""Runs on a simulated cluster: a node is lost, the command is lost, the run is scaled, there is no room."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from functools import partial
+
+import pytest
+
+from deploy.summary import read_summary
+from producer.ray_actor import namespace
+from producer.ray_fleet import Fleet
+from protocol.keys import Keys
+from tests.ray.conftest import Run, Simulated
+
+EVERYONE = ["engine-0", "engine-1", "producer-0", "producer-1", "trainer-0"]
+
+
+async def has_moved(fleet: Fleet, name: str, away_from: str) -> bool:
+    """The processes of a node that was killed answer until they notice."""
+    about = await fleet.about(name, timeout_s=90.0)
+    assert about is not None, f"{name} was not started anew"
+    assert about.moved or about.node == away_from
+    return about.node != away_from
+
+
+async def has_started(fleet: Fleet, name: str) -> bool:
+    return await fleet.about(name, timeout_s=10.0) is not None
+
+
+@pytest.mark.timeout(240)
+async def test_a_run_whose_node_is_lost_ends_with_nothing_lost(run: Run, cluster: Simulated):
+    async with run.fleet() as fleet:
+        await run.up("--new")
+        await run.trained(3)
+        before = {name: await fleet.about(name, timeout_s=20.0) for name in await fleet.names()}
+        assert sorted(before) == EVERYONE
+        lost = before["engine-1"].node
+        cluster.remove(lost)
+        for name in (name for name, about in before.items() if about.node == lost):
+            await run.until(partial(has_moved, fleet, name, lost))
+        said = await run.done("up")
+        assert await fleet.names() == [], "who has ended leaves nothing on the cluster"
+    cluster.add(gpus=2)
+    summary = read_summary(run.folder / "run")
+    assert summary["steps"] == 40, said
+    assert summary["groups_lost"] == 0
+    assert summary["groups_duplicated"] == 0
+    assert not summary["disagreements"]
+    assert summary["engines"][f"{run.keys.run}-engine-1"]["boots"] >= 2
+
+
+@pytest.mark.timeout(300)
+async def test_a_run_goes_on_without_its_command_is_scaled_and_is_found_again(run: Run):
+    run.sections["stop"]["steps"] = 10_000
+    async with run.fleet() as fleet:
+        up = await run.up("--new")
+        await run.trained(1)
+        up.kill()
+        await up.wait()
+        trained = (await run.ledger.status()).trained
+        await run.trained(trained + 2)
+
+        assert "added producer-2" in await run.scale("producers", 3)
+        assert "added engine-2" in await run.scale("engines", 3)
+        await run.engines(0, 1, 2)
+        before = {name: await fleet.about(name, timeout_s=20.0) for name in await fleet.names()}
+        assert Counter(name.rpartition("-")[0] for name in before) == {"trainer": 1, "producer": 3, "engine": 3}
+        assert sorted(about.gpus for name, about in before.items() if name.startswith("engine") and about.node == before["engine-0"].node) in (
+            ["0", "1"],
+            ["0"],
+        )
+
+        assert "left producer-1, producer-2" in await run.scale("producers", 1)
+        assert "left engine-1, engine-2" in await run.scale("engines", 1)
+        await run.engines(0)
+        assert await fleet.names() == ["engine-0", "producer-0", "trainer-0"]
+        trained = (await run.ledger.status()).trained
+        await run.trained(trained + 1)
+
+        by_hand = await run.command("producer", "producer.main", "-c", str(run.file()), "--ray", "--index", "7")
+        await run.until(lambda: has_started(fleet, "producer-7"))
+        by_hand.send_signal(signal.SIGTERM)
+        await run.done("producer")
+        assert await fleet.names() == ["engine-0", "producer-0", "trainer-0"]
+
+        up = await run.up("--resume")
+        await run.engines(0, 1)
+        up.send_signal(signal.SIGTERM)
+        said = await run.done("up")
+        assert "trainer-0 goes on" in said
+        assert "was stopped at step" in said
+        assert await fleet.names() == []
+    summary = read_summary(run.folder / "run")
+    assert summary["groups_lost"] == 0
+    assert summary["groups_duplicated"] == 0
+    assert summary["engines"][f"{run.keys.run}-engine-0"]["boots"] == 1, "what ran was not started again"
+
+
+@pytest.mark.timeout(120)
+async def test_a_cluster_that_is_too_small_is_told_within_the_bound_and_nothing_stays_reserved(run: Run):
+    run.sections["engine"]["count"] = 5
+    run.sections["placement"]["wait_seconds"] = 3.0
+    await run.up("--new")
+    said = await run.done("up", 75)
+    assert "no room within 3 s for 5 × (1 GPU 0.5 CPU), 1 × (0.5 CPU)" in said
+    assert "engine 5 × 1 GPUs" in said
+    assert "3 nodes with 4 GPUs" in said
+    async with run.fleet() as fleet:
+        import ray
+
+        assert await fleet.names() == []
+        groups = ray.util.placement_group_table().values()
+        assert not [group for group in groups if group["name"].startswith(namespace(run.keys.run)) and group["state"] != "REMOVED"]
+    assert not await run.client.exists(Keys(run.keys.run).placement)
+
+
+@pytest.mark.timeout(120)
+async def test_what_only_one_machine_reaches_is_refused_before_anything_starts(run: Run):
+    del run.sections["weights"]
+    await run.up("--new")
+    assert "weights.store is empty, which is the memory of one machine, and the cluster has 3" in await run.done("up", 2)
