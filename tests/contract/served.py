@@ -88,8 +88,8 @@ class RealServers:
         """Of a server of this setup, started if it is not there."""
         if setup != self._setup:
             self.close()
-            started: Future[str] = Future()
-            self._thread = threading.Thread(target=lambda: asyncio.run(self._live(setup, started)), name="sglang")
+            python, started = interpreter(), Future[str]()
+            self._thread = threading.Thread(target=lambda: asyncio.run(self._live(setup, python, started)), name="sglang")
             self._thread.start()
             self._url, self._setup = started.result(_START_S + 30), setup
         return self._url
@@ -102,10 +102,10 @@ class RealServers:
             self._thread.join(60)
         self._stop = self._thread = self._setup = None
 
-    async def _live(self, setup: Setup, started: Future[str]) -> None:
-        settings = EngineConfig(kind="sglang", device="cpu", python=interpreter(), slots=SLOTS, dtype=setup.dtype, args=setup.arguments, start_seconds=_START_S)
+    async def _live(self, setup: Setup, python: str, started: Future[str]) -> None:
         stop = asyncio.Event()
         try:
+            settings = EngineConfig(kind="sglang", device="cpu", python=python, slots=SLOTS, dtype=setup.dtype, args=setup.arguments, start_seconds=_START_S)
             async with aiohttp.ClientSession() as session:
                 with _keys(setup):
                     kind = SGLangServer(settings, index=0, model=str(self._model), longest=CONTEXT, seed=lambda _: 1, log=self._log)
@@ -115,10 +115,9 @@ class RealServers:
                         started.set_result(life.url)
                         await stop.wait()
         except BaseException as problem:
-            if not started.done():
-                started.set_exception(problem)
-                return
-            raise
+            if started.done():
+                raise
+            started.set_exception(problem)
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ class Run:
             "engine": {"kind": "embedded", "count": 2, "slots": 16, "pace_s": 0.2},
             "producer": {"count": 2, "max_inflight_groups": 4},
             "checkpoint": {"every_steps": 4, "every_seconds": 0.0},
-            "stop": {"steps": 40},
+            "stop": {"steps": 30},
             "http": {"port": 0},
             "placement": {"engine_gpus": 1, "gpus_per_node": 2, "wait_seconds": 60.0},
             "ray": {"address": address, "producer_cpus": 0.5, "engine_cpus": 0.5, "trainer_cpus": 0.5},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -44,7 +43,7 @@ async def test_a_run_whose_node_is_lost_ends_with_nothing_lost(run: Run, cluster
         assert await fleet.names() == [], "who has ended leaves nothing on the cluster"
     cluster.add(gpus=2)
     summary = read_summary(run.folder / "run")
-    assert summary["steps"] == 40, said
+    assert summary["steps"] == 30, said
     assert summary["groups_lost"] == 0
     assert summary["groups_duplicated"] == 0
     assert not summary["disagreements"]
@@ -54,6 +53,7 @@ async def test_a_run_whose_node_is_lost_ends_with_nothing_lost(run: Run, cluster
 @pytest.mark.timeout(300)
 async def test_a_run_goes_on_without_its_command_is_scaled_and_is_found_again(run: Run):
     run.sections["stop"]["steps"] = 10_000
+    run.sections["engine"]["count"] = run.sections["producer"]["count"] = 1
     async with run.fleet() as fleet:
         up = await run.up("--new")
         await run.trained(1)
@@ -62,18 +62,13 @@ async def test_a_run_goes_on_without_its_command_is_scaled_and_is_found_again(ru
         trained = (await run.ledger.status()).trained
         await run.trained(trained + 2)
 
-        assert "added producer-2" in await run.scale("producers", 3)
-        assert "added engine-2" in await run.scale("engines", 3)
-        await run.engines(0, 1, 2)
-        before = {name: await fleet.about(name, timeout_s=20.0) for name in await fleet.names()}
-        assert Counter(name.rpartition("-")[0] for name in before) == {"trainer": 1, "producer": 3, "engine": 3}
-        assert sorted(about.gpus for name, about in before.items() if name.startswith("engine") and about.node == before["engine-0"].node) in (
-            ["0", "1"],
-            ["0"],
-        )
+        assert "added producer-1, producer-2" in await run.scale("producers", 3)
+        assert "added engine-1" in await run.scale("engines", 2)
+        await run.engines(0, 1)
+        assert await fleet.names() == ["engine-0", "engine-1", "producer-0", "producer-1", "producer-2", "trainer-0"]
 
         assert "left producer-1, producer-2" in await run.scale("producers", 1)
-        assert "left engine-1, engine-2" in await run.scale("engines", 1)
+        assert "left engine-1" in await run.scale("engines", 1)
         await run.engines(0)
         assert await fleet.names() == ["engine-0", "producer-0", "trainer-0"]
         trained = (await run.ledger.status()).trained
@@ -83,10 +78,12 @@ async def test_a_run_goes_on_without_its_command_is_scaled_and_is_found_again(ru
         await run.until(lambda: has_started(fleet, "producer-7"))
         by_hand.send_signal(signal.SIGTERM)
         await run.done("producer")
-        assert await fleet.names() == ["engine-0", "producer-0", "trainer-0"]
+        await fleet.kill("producer-0")
 
         up = await run.up("--resume")
-        await run.engines(0, 1)
+        await run.until(lambda: has_started(fleet, "producer-0"))
+        trained = (await run.ledger.status()).trained
+        await run.trained(trained + 4)
         up.send_signal(signal.SIGTERM)
         said = await run.done("up")
         assert "trainer-0 goes on" in said
