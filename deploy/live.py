@@ -222,7 +222,10 @@ def _behind(picture: Picture, version: Version | None) -> str:
     """How far a carrier is behind the newest published version; ordinary for as long as a copy takes."""
     newest = None if picture.newest is None else picture.lag(picture.newest.version)
     lag = picture.lag(version)
-    return f" ({lag - newest} steps behind the newest)" if lag is not None and newest is not None and lag > newest else ""
+    if lag is None or newest is None or lag <= newest:
+        return ""
+    steps = lag - newest
+    return f" ({steps} step{'' if steps == 1 else 's'} behind the newest)"
 
 
 def _state(engine: EngineStatus) -> Text:

@@ -24,6 +24,8 @@ class Desk:
         """Told to pause, and not told to go on."""
         self.told: list[str] = []
         """The versions it was given in this life, in their order."""
+        self.proven = ""
+        """The newest of them that it has written a token with."""
 
     @property
     def busy_with_weights(self) -> bool:
@@ -65,4 +67,7 @@ class _Accounted(EngineControl):
             desk.calls_open -= 1
         if path == _RESUME and status < 400:
             desk.paused = False
+        wrote = answer.get("meta_info")
+        if isinstance(wrote, dict) and wrote.get("weight_version") in desk.told:
+            desk.proven = wrote["weight_version"]
         return status, answer

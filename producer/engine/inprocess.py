@@ -55,6 +55,7 @@ class Embedded:
             max_queued=settings.max_queued,
             api_key=engine_key(),
             admin_key=admin_key(),
+            incremental=True,
             group_timeout_s=self._group_deadline_s,
             pace_s=settings.pace_s,
             apply_delay_factor=settings.apply_delay_factor,

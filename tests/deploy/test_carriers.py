@@ -89,7 +89,7 @@ async def test_people_see_them_in_the_live_view_and_in_the_look(picture: Picture
 
     for text in (shown(render(picture, {}, [])), shown(*_weights(picture))):
         assert "weight server s on cpu by gloo: 1:2 staged, 2 engines, 3.0 MiB sent" in text
-        assert "relay r: 1:1 whole, 4 from deltas, 1 fetched whole, 512 B read" in text
+        assert "relay r: 1:1 whole (1 step behind the newest), 4 from deltas, 1 fetched whole, 512 B read" in text
         assert "newest 1:2: 0.75 % of its elements changed" in text
         assert "gloo" in next(row for row in text.splitlines() if "engine-0" in row)
     assert "weight server" not in line(picture), "one line stays one line"

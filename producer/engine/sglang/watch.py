@@ -105,10 +105,11 @@ class Watch:
         self._sample, self._sampled_at = sample, now
 
     async def _check_version(self) -> None:
-        """Only an engine that was given a version, and was seen to serve it, can be caught with another one."""
+        """Only an engine that was given a version, and was seen to serve it, here or by its reconciler, can be caught with another one."""
         told = self._desk.told
         if not told:
             return
+        self._served = max(self._served, self._desk.proven, key=lambda version: told.index(version) if version else -1)
         try:
             served = await self._control.weight_version(deadline_s=_ASK_S)
         except _REFUSALS:
