@@ -149,7 +149,13 @@ async def evaluate_saved(config: EvaluateConfig, saved: Saved) -> Evaluated:
     async with _session() as session, _serving(here, saved) as (engine, life):
         alone = _Alone(engine)
         pool = await _pool(alone)
-        sampler = Sampler(pool=pool, client=EngineClient(session, engine_key()), grader=prepared.grader, config=here.producer, decode=prepared.encoder.decode)
+        sampler = Sampler(
+            pool=pool,
+            client=EngineClient(session, engine_key(), admin_key=admin_key()),
+            grader=prepared.grader,
+            config=here.producer,
+            decode=prepared.encoder.decode,
+        )
         demand, began = Demand(version=SERVED, pinned=True), time.monotonic()
 
         async def passes() -> list[Outcome]:

@@ -26,7 +26,7 @@ from producer.config import ProducerDaemonConfig, RolloutOnlyConfig
 from producer.draft import Decode
 from producer.election import Election
 from producer.engine.client import EngineClient, Sampling, open_session
-from producer.engine.key import engine_key
+from producer.engine.key import admin_key, engine_key
 from producer.evaluation import Evaluation
 from producer.held_out import HeldOut, read_held_out
 from producer.loop import BEAT_S, ProducerLoop
@@ -189,7 +189,7 @@ class _Member:
         loop = ProducerLoop(
             config.producer, self._here, presence=self._presence, slot_s=settings.slot_seconds, redis_deadline_s=deadline_s, stall_s=config.run.stall_seconds
         )
-        client = EngineClient(session, engine_key(), stream=config.producer.stream, progress_s=config.producer.progress_seconds)
+        client = EngineClient(session, engine_key(), admin_key=admin_key(), stream=config.producer.stream, progress_s=config.producer.progress_seconds)
         pool = EnginePool(
             Registry(self._client, self._keys),
             ledger,

@@ -192,7 +192,9 @@ class _Up:
         file = self._folder / "run.toml"
         sets = (*self._options.sets, f"redis.url={self._url}")
         processes = plan(self._config, file, sets, redis=self._server)
-        async with picture_source(self._url, self._config.run.name, folder=self._folder, patience_s=self._config.run.stall_seconds) as source:
+        async with picture_source(
+            self._url, self._config.run.name, folder=self._folder, patience_s=self._config.run.stall_seconds, transport=self._config.weights.transport
+        ) as source:
             hooks = Hooks(
                 redis_answers=lambda: _redis_answers(source),
                 trainer_flag=lambda: _trainer_flag(source),

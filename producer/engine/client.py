@@ -94,11 +94,14 @@ class _Sent:
 class EngineClient:
     """Share one; it keeps connections alive through its session."""
 
-    def __init__(self, session: aiohttp.ClientSession, api_key: str = "", *, stream: bool = False, progress_s: float = PROGRESS_S) -> None:
-        """`stream`: ask for responses as they are written. `progress_s`: an engine that is quiet for so long is looked at, while `progress.watch` runs."""
+    def __init__(self, session: aiohttp.ClientSession, api_key: str = "", *, admin_key: str = "", stream: bool = False, progress_s: float = PROGRESS_S) -> None:
+        """`admin_key`: an engine that has one takes only that for an abort. `stream`: ask for responses as they are written. `progress_s`: an engine that is
+        quiet for so long is looked at, while `progress.watch` runs.
+        """
         self._session = session
         self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._headers = {"Content-Type": "application/json"} | self._key
+        self._abort_headers = self._headers | ({"Authorization": f"Bearer {admin_key}"} if admin_key else {})
         self._stream = stream
         self.progress = Progress(self._look, progress_s=progress_s, sees_tokens=stream)
 
@@ -213,7 +216,7 @@ class EngineClient:
         """End the request `rid` there, if the engine answers within a second."""
         with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
             async with asyncio.timeout(_ABORT_S):
-                async with self._session.post(f"{url}/abort_request", data=orjson.dumps({"rid": _whole(rid)}), headers=self._headers) as reply:
+                async with self._session.post(f"{url}/abort_request", data=orjson.dumps({"rid": _whole(rid)}), headers=self._abort_headers) as reply:
                     await reply.read()
 
     async def _look(self, url: str, deadline_s: float) -> Look:

@@ -1,7 +1,7 @@
 """The secrets that engines ask of whoever asks them, if there are any: in the environment, so that no file, registry or list of processes shows them.
 
 ROLLSTREAM_ENGINE_KEY=…          of every engine host, producer and `rollstream weights check` of the run
-ROLLSTREAM_ENGINE_ADMIN_KEY=…    of engine hosts and `weights check`: what pauses SGLang or changes its weights takes this one alone
+ROLLSTREAM_ENGINE_ADMIN_KEY=…    of the same: what pauses SGLang, changes its weights or aborts a request takes this one alone
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ _GRACE_S = 10.0
 """SGLang takes about six seconds to end in good order."""
 _KNOCK_S = 0.5
 _ASK_S = 5.0
+_WITHHELD = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_RETURN_ORIGINAL_LOGPROB"})
+"""What a server must not inherit: where this host's modules lie, and a wish for logprobs before temperature, which nothing was sampled from."""
 _USAGE = 2
 """The exit code of a command line that was not understood."""
 _REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
@@ -177,7 +179,7 @@ def _environment(settings: EngineConfig) -> Mapping[str, str]:
         "PYTHONUNBUFFERED": "1",
         **({"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} if settings.device == "cpu" else {}),
     }
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")} | ours
+    return {name: value for name, value in os.environ.items() if name not in _WITHHELD} | ours
 
 
 def _context(model: str) -> int:

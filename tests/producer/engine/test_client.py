@@ -361,6 +361,18 @@ async def test_a_cancelled_call_is_aborted_at_the_embedded_engine(client: Engine
         await engine.until_idle()
 
 
+@pytest.mark.parametrize("admin_key", ["", "boss"])
+async def test_an_abort_carries_the_admin_key_where_the_engine_has_one(admin_key: str, start_engine: Callable[..., Any], session: aiohttp.ClientSession):
+    async with start_engine(api_key="user", admin_key=admin_key) as engine:
+        client = EngineClient(session, "user", admin_key=admin_key)
+        asked = asyncio.create_task(client.generate(engine.url, [1], sampling=Sampling(max_new_tokens=500, ignore_eos=True), rid="c", deadline_s=20))
+        async with asyncio.timeout(10):
+            while engine.idle:
+                await asyncio.sleep(0)
+            await client.abort(engine.url, "c")
+            assert (await asked).finish_reason == "abort"
+
+
 # -- streams -----------------------------------------------------------------------------------------------------------------------------------
 
 
