@@ -79,9 +79,10 @@ class SharedDevice:
         renewing, self._renewing = self._renewing, None
         assert renewing is not None
         renewing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await renewing
+        await asyncio.wait({renewing})
         await self._turns.give(Holder.TRAINER, self._member, self._boot)
+        if not renewing.cancelled():
+            renewing.result()
 
     async def _move(self, turn: Turn) -> None:
         await self._mender.through(lambda: self._turns.move(self._incarnation, turn))

@@ -236,13 +236,28 @@ class TrainingLoop:
                 chunks.append(taken.chunk)
                 held.append(taken)
                 if taken.chunk.last or not self.device.shared:
-                    await self.device.take()
+                    if not await self._have_device(stopped):
+                        break
                     batches += [await parts.worker.call(self._accumulate, one) for one in held]
                     held.clear()
                 self.status = dataclasses.replace(self.status, moved_at=time.time())
                 if taken.chunk.last:
                     break
         return None if stopped.done() else _Gathered(chunks=chunks, batches=batches, wait_s=wait_s, since=since)
+
+    async def _have_device(self, stopped: asyncio.Task[bool]) -> bool:
+        """False if `stopped` came first: others may take long to let go."""
+        taking = asyncio.ensure_future(self.device.take())
+        try:
+            await asyncio.wait((taking, stopped), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not taking.done():
+                taking.cancel()
+                await asyncio.wait((taking,))
+        if taking.cancelled():
+            return False
+        taking.result()
+        return True
 
     async def _take(self, step: int, index: int) -> _Taken:
         leased = await self._parts.buffer.lease(step, index, self._blocked)

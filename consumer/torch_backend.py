@@ -133,7 +133,7 @@ class TorchBackend:
     # -- turns on a device of several ---------------------------------------------------------------------------------------------------------
 
     def offload(self) -> None:
-        self._move(torch.device("cpu"))
+        self._move(torch.device("cpu"), whatever=True)  # also what an `onload` that failed half-way left there
         if self._target.type == "cuda":
             with torch.cuda.device(self._target):
                 torch.cuda.empty_cache()
@@ -142,8 +142,8 @@ class TorchBackend:
         self._move(self._target)
 
     @torch.no_grad()
-    def _move(self, device: torch.device) -> None:
-        if device == self._device:
+    def _move(self, device: torch.device, *, whatever: bool = False) -> None:
+        if device == self._device and not whatever:
             return
         self._model.to(device)
         for state in self._optimizer.state.values():

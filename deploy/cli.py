@@ -106,8 +106,8 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.description = (
         "Load a checkpoint, a published version or a model folder into an engine of its own and evaluate the held-out sets of [eval] greedily, as a run does. "
-        "Needs no trainer, no producer and no Redis; where the run's Redis answers, its audit gets the results. Exit codes: 0 evaluated, 1 fault, 2 bad "
-        "configuration or no such checkpoint."
+        "Needs no trainer, no producer and no Redis; where the run's Redis answers, its audit gets the results. Exit codes: 0 evaluated, 1 fault, stopped "
+        "or a set without an answer, 2 bad configuration or no such checkpoint, 75 a store or an engine does not answer."
     )
 
 

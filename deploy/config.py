@@ -6,7 +6,7 @@ import os
 import socket
 
 import xxhash
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from buffer.config import BufferConfig
 from consumer.config import CheckpointConfig, StopConfig, TrainerConfig
@@ -17,10 +17,12 @@ from protocol.config import DataConfig, ModelConfig, PlacementConfig, RayConfig,
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
 
+_LAST_PORT = 65535
+
 
 class HttpConfig(Section):
     host: str = Field("127.0.0.1", description="Address the HTTP service listens on; 0.0.0.0: every interface.")
-    port: int = Field(8765, ge=0, le=65535, description="Port of the HTTP service. 0: no service inside `rollstream up`.")
+    port: int = Field(8765, ge=0, le=_LAST_PORT, description="Port of the HTTP service. 0: no service inside `rollstream up`.")
 
 
 class ReaderConfig(Tree):
@@ -52,6 +54,16 @@ class UpConfig(Tree):
     http: HttpConfig = HttpConfig()
     placement: PlacementConfig = PlacementConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _ports_fit(self) -> UpConfig:
+        port, count, evals = self.engine.port, self.engine.count, self.eval.engines
+        if port and port + count + evals - 1 > _LAST_PORT:
+            raise ValueError(
+                f"engine.port {port} leaves no room for {count} engines and the {evals} of eval.engines, which take the ports after them: lower it, or use 0 "
+                "for free ports"
+            )
+        return self
 
     @property
     def digest(self) -> str:
@@ -93,9 +105,12 @@ def bind(http: HttpConfig) -> socket.socket | None:
         ) from problem
 
 
-def check_ports(engine: EngineConfig) -> None:
-    """Whether the ports of the engines are free now. Raises: `ConfigError` naming the one that is not."""
-    for index in range(engine.count if engine.port else 0):
+def check_ports(engine: EngineConfig, *, evals: int = 0) -> None:
+    """Whether the ports of the engines are free now, and of the `evals` of the evaluation, which come after them.
+
+    Raises: `ConfigError` naming the one that is not.
+    """
+    for index in range(engine.count + evals if engine.port else 0):
         try:
             listen(engine.host, engine.port + index).close()
         except OSError as problem:

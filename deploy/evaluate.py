@@ -1,6 +1,9 @@
 """`rollstream eval`: a saved model on the held-out sets, greedily, on an engine of its own; no trainer, no producer, no Redis.
 
 saved model ──► engine of this process (`engine.kind`) ──► the pass that a run's evaluations make ──► table, JSON, and the run's audit if it can be reached
+
+Exit codes: 0 every set has answers; 1 a set has none, or SIGTERM or Ctrl-C ended it, which leaves nothing behind; 2 bad configuration; 75 a store, or an
+engine, does not answer.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,8 +48,9 @@ from protocol.audit import emit
 from protocol.codec import SCHEMA
 from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Tree, load
 from protocol.connection import asking, connect
+from protocol.daemon import run_daemon
 from protocol.durable import make_folder
-from protocol.errors import ConfigError, RedisUnavailable, SampleFailed
+from protocol.errors import ConfigError, RedisUnavailable, RollstreamError, SampleFailed
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus, JsonValue
@@ -93,23 +98,37 @@ class Evaluated:
         version = None if self.saved.version is None else str(self.saved.version)
         served: dict[str, JsonValue] = {"version": version, "versions": [version] if version else []}
         return [
-            {"phase": Phase.CHECKPOINT.value, **outcome.fields(), **served, "model": self.saved.label, "seconds": self.seconds}
-            for outcome in self.outcomes
-            if outcome.answers
+            {"phase": Phase.CHECKPOINT.value, **_fields(outcome), **served, "model": self.saved.label, "seconds": self.seconds} for outcome in self.outcomes
         ]
 
 
+def _fields(outcome: Outcome) -> dict[str, JsonValue]:
+    """A set without an answer has no reward, and is told all the same."""
+    if outcome.answers:
+        return outcome.fields()
+    return {"set": outcome.held_out.name, "pinned": True, "mixed": 0, "samples": 0, "tokens": 0, "failed": outcome.failed}
+
+
 def evaluate(options: argparse.Namespace) -> int:
-    """The command. Raises: `ConfigError`; `SampleFailed` when nothing was answered at all."""
+    """The command. Raises: `ConfigError` for a file that cannot be read as the configuration."""
     config = load(EvaluateConfig, options.config, sets=options.set)
-    return asyncio.run(_evaluate(config, options))
+    return run_daemon("rollstream eval", lambda stop: _unless(_evaluate(config, options), _stopped(stop)))
 
 
-async def _evaluate(config: EvaluateConfig, options: argparse.Namespace) -> int:
+async def _stopped(stop: asyncio.Event) -> None:
+    """Never returns. Raises: `RollstreamError` once `stop` is set."""
+    await stop.wait()
+    raise RollstreamError("stopped before everything was evaluated and written; evaluate again")
+
+
+async def _evaluate(config: EvaluateConfig, options: argparse.Namespace) -> None:
+    """Raises: `ConfigError`; `Unavailable`; `SampleFailed` when a set was not answered at all, with the results of the others written."""
+    folder = Path(options.out).parent if options.out else config.run.folder / "evals"
+    await asyncio.to_thread(_check_places, folder, {"--out": options.out, "--responses": options.responses})
     saved = saved_model(options.checkpoint, run=config.run, model=config.model, checkpoint=config.checkpoint, weights=config.weights)
     async with saved as model:
         evaluated = await evaluate_saved(config, model)
-    path = Path(options.out) if options.out else config.run.folder / "evals" / f"{model.label.replace(' ', '-').replace(':', '-')}.json"
+    path = Path(options.out) if options.out else folder / f"{model.label.replace(' ', '-').replace(':', '-')}.json"
     written: dict[str, object] = {
         "run": config.run.name,
         "model": model.label,
@@ -118,18 +137,49 @@ async def _evaluate(config: EvaluateConfig, options: argparse.Namespace) -> int:
         "digest": model.digest,
         "results": evaluated.results,
     }
-    make_folder(path.absolute().parent)
-    write_atomically(path, orjson.dumps(written, option=_OPTION))
-    if options.responses:
-        write_atomically(Path(options.responses), responses(evaluated))
     recorded = await record(config, evaluated)
     if options.json:
         sys.stdout.buffer.write(orjson.dumps(written, option=_OPTION))
-        return 0
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-    console.print(table(evaluated))
-    sys.stdout.write(f"{path}\n{recorded}\n")
-    return 0
+    else:
+        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+        console.print(table(evaluated))
+    await asyncio.to_thread(_write, path, orjson.dumps(written, option=_OPTION))
+    if options.responses:
+        await asyncio.to_thread(_write, Path(options.responses), responses(evaluated))
+    if not options.json:
+        sys.stdout.write(f"{path}\n{recorded}\n")
+    if silent := [outcome for outcome in evaluated.outcomes if not outcome.answers]:
+        names = ", ".join(outcome.held_out.name for outcome in silent)
+        raise SampleFailed(f"{model.label}: all samples of {names} failed, the last one: {silent[-1].problem}; what there is of the other sets is in {path}")
+
+
+def _check_places(folder: Path, files: Mapping[str, str]) -> None:
+    """Whether the results can be written to `folder`, and to those of `files` that are named, by option; nothing is made.
+
+    Raises: `ConfigError` naming the place, before an evaluation is made in vain.
+    """
+    for option, name in files.items():
+        if name and Path(name).is_dir():
+            raise ConfigError(f"{option} {name}: is a folder; give the name of a file")
+    for place in (folder.absolute(), *(Path(name).absolute().parent for name in files.values() if name)):
+        try:
+            with tempfile.TemporaryFile(dir=next(path for path in (place, *place.parents) if path.exists())):
+                pass
+        except OSError as problem:
+            raise _unwritten(place, problem) from problem
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Raises: `ConfigError`."""
+    try:
+        make_folder(path.absolute().parent)
+        write_atomically(path, content)
+    except OSError as problem:
+        raise _unwritten(path, problem) from problem
+
+
+def _unwritten(place: Path, problem: OSError) -> ConfigError:
+    return ConfigError(f"{place}: cannot be written ({problem.strerror or problem}); choose other places with --out and --responses, or make room there")
 
 
 async def evaluate_saved(config: EvaluateConfig, saved: Saved) -> Evaluated:

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import re
+import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from buffer.contract import CheckpointRef
 from consumer.checkpoint import checkpoints_on_disk
 from consumer.config import CheckpointConfig
 from protocol.config import ModelConfig, RunConfig
-from protocol.errors import ConfigError, DecodeError, ManifestError
+from protocol.errors import ConfigError, DecodeError, ManifestError, Unavailable
 from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync.config import WeightsConfig
@@ -37,6 +40,9 @@ from weightsync.version_files import MANIFEST_FILE
 
 LATEST = "latest"
 _COPY_S = 3600.0
+_REMOVE_S = 10.0
+_LOOK_S = 0.1
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 _NUMBER = re.compile(r"\d+")
 _NAMED = 8
 """Steps and versions named in one error; the rest are counted."""
@@ -60,23 +66,63 @@ async def saved_model(what: str, *, run: RunConfig, model: ModelConfig, checkpoi
     """The model that `what` names, whole and checked against its digest, for as long as the context is open: a version behind a URL, or one that holds what
     changed only, is made whole in a temporary folder.
 
-    Raises: `ConfigError` naming what there is; `ManifestError` for a damaged version.
+    Raises: `ConfigError` naming what there is, or that there is no room for it; `ManifestError` for a damaged version; `Unavailable`: the store does not
+    answer.
     """
     if not what:
         yield await asyncio.to_thread(_plain, Path(model.path))
         return
     store = open_store(weights, run)
-    found = await asyncio.to_thread(_find, what, checkpoint.folder(run), store)
+    with _asking(store):
+        found = await asyncio.to_thread(_find, what, checkpoint.folder(run), store)
     if isinstance(found, Saved):
         yield found
         return
     manifest, store = found
     if isinstance(store, DirectoryStore) and manifest.kind == "full":
-        await asyncio.to_thread(store.verify, manifest)
+        with _asking(store):
+            await asyncio.to_thread(store.verify, manifest)
         yield _version(manifest, store.locate(manifest))
         return
-    with tempfile.TemporaryDirectory(prefix="rollstream-eval-") as folder:
-        yield _version(manifest, await Mirror(folder, store).ensure(manifest, deadline_s=_COPY_S))
+    async with _scratch() as folder:
+        with _asking(store):
+            whole = await Mirror(folder, store).ensure(manifest, deadline_s=_COPY_S)
+        yield _version(manifest, whole)
+
+
+@contextlib.contextmanager
+def _asking(store: VersionStore) -> Iterator[None]:
+    """Raises: `ConfigError` for a disk without room, `Unavailable` for whatever else a store or a disk refuses."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in _NO_ROOM:
+            raise ConfigError(
+                f"{store.location}: cannot be read, or not be copied to {tempfile.gettempdir()} ({problem}); make it readable, make room, or set TMPDIR"
+            ) from problem
+        why = str(problem) or f"no whole model came of it within {_COPY_S:.0f} s"  # of `TimeoutError`
+        raise Unavailable(f"{store.location}: {why}; try again once it answers") from problem
+
+
+@contextlib.asynccontextmanager
+async def _scratch() -> AsyncIterator[Path]:
+    """A temporary folder that is gone afterwards, also where a copy into it is given up, which ends only at its next file or slab."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="rollstream-eval-"))
+    except OSError as problem:
+        raise ConfigError(f"a temporary folder for the model cannot be made ({problem}); make room, or set TMPDIR") from problem
+    try:
+        yield folder
+    finally:
+        await asyncio.to_thread(_remove, folder)
+
+
+def _remove(folder: Path) -> None:
+    end = time.monotonic() + _REMOVE_S
+    while folder.exists() and time.monotonic() < end:
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(_LOOK_S)
 
 
 def _find(what: str, checkpoints: Path, store: VersionStore) -> Saved | tuple[Manifest, VersionStore]:

@@ -97,10 +97,11 @@ class Evaluation:
                 while True:
                     mark = self._wakeups.mark(Topic.RUN)
                     claim, wait_s = await self._claim(Phase.FINAL, version)
-                    if claim is Turn.MINE:
-                        await self._evaluate(Phase.FINAL, version)
-                    if claim in (Turn.MINE, Turn.DONE):
+                    if claim is Turn.DONE or (claim is Turn.MINE and await self._evaluate(Phase.FINAL, version)):
                         return
+                    if claim is Turn.MINE:
+                        await asyncio.sleep(_AGAIN_S)
+                        continue
                     await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=min(wait_s, RECHECK_S))
         except TimeoutError:
             _LOG.warning("the final evaluation was not done in %g s", 2 * self._config.final_deadline_seconds)

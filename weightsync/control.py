@@ -147,6 +147,11 @@ class EngineControl:
         status, _ = await self._answer("POST", "/end_weight_update", {}, deadline_s)
         self._sessions = status != _GONE
 
+    async def rename(self, version: str, *, deadline_s: float = CALL_S) -> None:
+        """What the engine has goes by another name from here on, also in answers under way."""
+        body = {"new_version": version, "abort_all_requests": False}
+        _taken(self.url, "another name", await self._call("POST", "/update_weight_version", body, deadline_s))
+
     async def release_memory(self, *, deadline_s: float = CALL_S) -> None:
         """Free what the engine has on its device: weights, keys and values, captured graphs. Only while it is paused, and once: SGLang dies of anything else.
 

@@ -118,7 +118,8 @@ class Reconciler:
 
         Raises: `Superseded` (another process has this engine now), `RedisUnavailable`.
         """
-        mine = False
+        mine, self._holds_pause = False, False
+        self._core.lost()  # it may have run before, and been cancelled
         try:
             while True:
                 mark = self._wakeups.mark(Topic.WEIGHTS, Topic.ENGINES)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from protocol.connection import Client, Script
-from protocol.errors import Fenced, LedgerRegressed
+from protocol.errors import Fenced, LedgerRegressed, RollstreamError
 from protocol.keys import Keys
 from protocol.wakeups import RECHECK_S, Topic, Wakeups
 from weightsync.claim import FLAGS
 
-HELD_S = 10.0
-"""Longer than any process of a run is silent while it lives: they renew every second."""
+HELD_S = 45.0
+"""Longer than any process of a run is silent while it lives: they renew all the time, and live through outages of Redis of 30 s."""
 _PRELUDE = ("lua/common.lua",)
 _MOVE = Script("weightsync", "lua/turn_move.lua", prelude=_PRELUDE, flags=FLAGS)
 _TAKE = Script("weightsync", "lua/turn_take.lua", prelude=_PRELUDE, flags=FLAGS)
@@ -126,8 +126,9 @@ class Turns:
             await self._wakeups.wait(Topic.RUN, since=mark, timeout_s=RECHECK_S)
 
 
-async def renew(turns: Turns, role: Holder, member: str, boot: str, *, every_s: float = HELD_S / 10) -> None:
-    """Hold on, for ever: run it beside whatever uses the memory."""
+async def renew(turns: Turns, role: Holder, member: str, boot: str, *, every_s: float = 1.0) -> None:
+    """Hold on, for ever: run it beside whatever uses the memory. Raises: `RollstreamError` when it is not held any more."""
     while True:
         await asyncio.sleep(every_s)
-        await turns.take(role, member, boot)
+        if not await turns.take(role, member, boot):
+            raise RollstreamError(f"{role} {member}: its place on the shared device ran out while Redis was away, and another may have it")

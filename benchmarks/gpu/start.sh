@@ -7,7 +7,7 @@
 # Packages, logs and compiled kernels lie in $KIT_WORK, outside the checkout, and serve every later call.
 set -u
 KIT=${KIT:-.gpu-kit/part1}
-export KIT_WORK=${KIT_WORK:-/tmp/gpu-kit}
+export KIT_WORK=${KIT_WORK:-${TMPDIR:-/tmp}/gpu-kit}
 SITE=$KIT_WORK/site
 HERE=$(cd "$(dirname "$0")" && pwd)
 ROOT=$(cd "$HERE/../.." && pwd)

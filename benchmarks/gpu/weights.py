@@ -16,6 +16,7 @@ import shutil
 import socket
 import statistics
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -66,7 +67,7 @@ class Bench:
         self.options = options
         self.out = Path(options.out)
         self.out.mkdir(parents=True, exist_ok=True)
-        self.work = Path(os.environ.get("KIT_WORK") or "/tmp/gpu-kit")
+        self.work = Path(os.environ.get("KIT_WORK") or Path(tempfile.gettempdir()) / "gpu-kit")
         self.work.mkdir(parents=True, exist_ok=True)
         self.shm = Path("/dev/shm/gpu-kit")
         self.model = self.shm / f"model-{options.size}"

@@ -36,7 +36,7 @@ from deploy.config import UpConfig, bind, check_ports
 from deploy.redis_server import ServerCommand, server_command, wait_ready
 from deploy.snapshot import PictureSource, picture_source
 from deploy.up.launcher import Hooks, Launcher
-from deploy.up.plan import plan
+from deploy.up.plan import check_layout, plan
 from deploy.up.records import write_atomically
 from deploy.up.supervisor import Child, Finish, Policy, Role
 from protocol.config import load
@@ -89,13 +89,14 @@ async def up(options: UpOptions) -> Path:
     """Run to the end of the run; its folder. Installs signal handlers. Raises: `RollstreamError` with the exit code to use."""
     config = load(UpConfig, options.config, sets=options.sets)
     check_all(config)
+    check_layout(config)
     await asyncio.to_thread(check_carrier, config.weights, config.run)
     listener = bind(config.http)
     try:
         await _check_place(config, options)
         life = _Up(config, options, listener)
         if not options.resume:  # a run that goes on may have engines there that go on as well
-            check_ports(config.engine)
+            check_ports(config.engine, evals=config.eval.engines)
         folder = config.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         with _hold(folder):
@@ -347,8 +348,8 @@ async def _healthy(source: PictureSource, found: dict[Child, int]) -> Collection
     healthy: set[Child] = set()
     for _ in range(int(_HEALTH_S / _LOOK_S)):
         picture = await source.picture()
-        announced = {engine.pid for engine in picture.engines} | {producer.pid for producer in picture.producers}
-        announced |= {trainer.pid for trainer in picture.trainers}
+        members = (picture.engines, picture.producers, picture.trainers, picture.relays, picture.weight_servers)
+        announced = {member.pid for role in members for member in role}
         healthy = {child for pid, child in wanted.items() if pid in announced}
         if len(healthy) == len(wanted):
             break

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.config import UpConfig
+from deploy.placement import demand_of
 from deploy.redis_server import ServerCommand
 from deploy.up.supervisor import Child, Role
 from protocol.daemon import SUPERVISED
+from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig, is_url
 
 _MODULES = {
@@ -22,6 +24,11 @@ _MODULES = {
     Role.WEIGHT_SERVER: ("deploy.cli", "weight-server"),
 }
 _INDEXED = (Role.ENGINE, Role.PRODUCER)
+_HALVES = {
+    "trainer_only": "start `rl-trainer` by hand, with --recorded to train on a recording",
+    "rollout_only": "start `rollstream engine` and `rl-producer` by hand, the latter with --rollout-only where no trainer is to come",
+}
+"""Layouts of one half of a run, whose end the other half decides, and what to do instead here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,13 @@ def plan(config: UpConfig, config_file: Path, sets: Sequence[str], *, redis: Ser
         redis=redis,
         threads={Role.ENGINE: config.engine.torch_threads, Role.TRAINER: config.trainer.torch_threads},
     )
+
+
+def check_layout(config: UpConfig) -> None:
+    """Whether `plan` starts what [placement] asks for: a whole run, with engines here or at their URLs. Raises: `ConfigError` saying what to do instead."""
+    layout = demand_of(config).layout
+    if layout in _HALVES:
+        raise ConfigError(f'placement.layout "{layout}" is for `rollstream up --ray`; on one machine {_HALVES[layout]}, or use another layout')
 
 
 def _carriers(weights: WeightsConfig) -> tuple[Child, ...]:

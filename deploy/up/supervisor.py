@@ -9,8 +9,8 @@ The end goes by role, in `STOP_ORDER`: the trainer drains while producers and en
 Exit codes of a child: 0 from the trainer begins the end; 2 is never restarted and ends the run with that child's message; 3, another process has its place,
 is never restarted either: a trainer's ends what runs here, with exit code 1 and without a summary, as the run goes on elsewhere, and an engine's changes
 nothing else; 75 is restarted for ever; anything else is a failure, and more than `Policy.max_failures` of them in a row, none of which lived
-`Policy.healthy_s`, end the run. A relay or a weight server that fails so is restarted for ever: engines take versions from the store meanwhile. A child
-that had to be killed makes the run's own exit code 1.
+`Policy.healthy_s`, end the run. A relay or a weight server that fails so is restarted for ever, and after its first life also where it leaves with 2, as its
+folder or its GPU may be gone for a while: engines take versions from the store meanwhile. A child that had to be killed makes the run's own exit code 1.
 
 >>> core = Supervisor([Child(Role.TRAINER), Child(Role.ENGINE)], Policy(), Random(0))
 >>> [str(command) for command in core.begin(0.0)]
@@ -220,7 +220,7 @@ class Supervisor:
         if child.role is Role.TRAINER and code == EXIT_DRAINED:
             life.phase = Phase.DONE
             return self._end(_Why.TRAINED, EXIT_DRAINED, "", now)
-        if code == EXIT_CONFIG and child.role is not Role.REDIS:
+        if code == EXIT_CONFIG and child.role is not Role.REDIS and not (child.role in _SPARED and life.restarts):
             life.phase = Phase.DONE
             return self._end(_Why.FAULT, EXIT_CONFIG, f"{child} cannot run like this (exit 2):\n{message}".rstrip(), now)
         if code == EXIT_REPLACED and child.role is not Role.REDIS:

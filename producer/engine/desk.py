@@ -23,7 +23,7 @@ class Desk:
         self.paused = False
         """Told to pause, and not told to go on."""
         self.told: list[str] = []
-        """The versions it was given in this life, in their order."""
+        """The versions it was given in this life, and what its weights were called, in the order in which each was last told."""
         self.proven = ""
         """The newest of them that it has written a token with."""
 
@@ -55,9 +55,9 @@ class _Accounted(EngineControl):
         self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, once: bool = False
     ) -> tuple[int, Mapping[str, Any]]:
         desk = self._desk
-        version = (body or {}).get("weight_version")
-        if isinstance(version, str) and version not in desk.told:
-            desk.told.append(version)
+        version = (body or {}).get("weight_version", (body or {}).get("new_version"))
+        if isinstance(version, str) and desk.told[-1:] != [version]:
+            desk.told = [*(one for one in desk.told if one != version), version]
         if path == _PAUSE:
             desk.paused = True
         desk.calls_open += 1

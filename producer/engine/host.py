@@ -82,10 +82,13 @@ class EngineHostConfig(Tree):
     engine: EngineConfig = EngineConfig()
     placement: PlacementConfig = PlacementConfig()
 
-    @property
-    def shares_device(self) -> bool:
-        """The engine and the trainer take turns."""
-        return self.placement.layout == "colocated"
+    def evaluates(self, index: int) -> bool:
+        """Engine `index` is of the evaluation's own."""
+        return self.engine.count <= index < self.engine.count + self.eval.engines
+
+    def shares_device(self, index: int) -> bool:
+        """Engine `index` and the trainer take turns."""
+        return self.placement.layout == "colocated" and not self.evaluates(index)
 
 
 async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) -> None:
@@ -137,10 +140,10 @@ async def _life(config: EngineHostConfig, index: int, stop: asyncio.Event, *, ki
             session = await open_here.enter_async_context(aiohttp.ClientSession())
             desk = Desk(session, api_key=engine_key(), admin_key=admin_key())
             device: DeviceTurns | None = None
-            if config.shares_device:
+            if config.shares_device(index):
                 device = DeviceTurns(Turns(client, Keys(config.run.name), waker), engine_id(config.run, index), boot_nonce)
-                await unless(stop, device.begin(), name="engine:device")
                 open_here.push_async_callback(device.end)
+                await unless(stop, device.begin(), name="engine:device")
                 if stop.is_set():
                     return None
             engine = await open_here.enter_async_context(kind.life(boot_nonce, desk))
@@ -179,12 +182,12 @@ def _check(config: EngineHostConfig, index: int) -> Kind:
         raise ConfigError(
             f"engine.max_length {engine.max_length} is below the {_longest(config)} tokens of rollout.max_prompt_tokens and max_new_tokens: raise it, or use 0"
         )
-    if config.shares_device and engine.kind == "external":
+    if config.shares_device(index) and engine.kind == "external":
         raise ConfigError('placement.layout colocated with engine.kind "external": servers of others are not told to free their memory; use another layout')
     return make_kind(
         engine,
         config.weights,
-        shares_device=config.shares_device,
+        shares_device=config.shares_device(index),
         index=index,
         model=str(Path(config.model.path).absolute()),
         longest=_longest(config),
@@ -238,7 +241,7 @@ class _Host:
         self._config = config
         self._id = engine_id(config.run, index)
         self._device = device
-        self._fleet = EVAL_FLEET if config.engine.count <= index < config.engine.count + config.eval.engines else "rollout"
+        self._fleet = EVAL_FLEET if config.evaluates(index) else "rollout"
         self._boot_nonce = boot_nonce
         self._kind = kind
         self._engine = engine

@@ -84,7 +84,6 @@ class InProcess:
             capacity=self._capacity,
             generated_tokens=counters.generated_tokens,
             busy_s=counters.busy_s,
-            kv_usage=min(1.0, counters.running / self._capacity),  # a slot is a whole request's
         )
 
     @property

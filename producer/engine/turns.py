@@ -1,15 +1,17 @@
 """An engine on a device that a trainer has too (`placement.layout` colocated): it holds memory there only in its turns.
 
-    begin ──► boot ──► serve ──turn over──► off the routes, paused, memory freed, let go ──turn again──► memory, going on, newest version in full ──► serve
+    begin ──► boot ──► serve ──turn over──► off the routes, all requests ended, memory freed, let go ──turn again──► memory, newest version in full ──► serve
 
 What the engine has in its memory after a turn of the trainer is nothing that may be served, so it comes back as an engine that somebody else had: unfit until
-its reconciler, beginning anew, has applied the newest version in full (rule W1).
+its reconciler, beginning anew, has applied the newest version in full (rule W1). Requests end with the tokens they have and go on elsewhere or later; to those
+that come while it is away it answers under a name that no version has, which nobody takes for a version's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Awaitable, Callable
 
 from producer.engine.hosted import EngineFault
@@ -62,20 +64,19 @@ class DeviceTurns:
             try:
                 await asyncio.wait({reconciling, turn_over, self._renewing}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                over = turn_over.done() and not reconciling.done() and not self._renewing.done()
                 for one in (reconciling, turn_over):
                     one.cancel()
                 await asyncio.wait({reconciling, turn_over})
-            if not over:
-                for one in (reconciling, self._renewing):
-                    if one.done() and not one.cancelled():
-                        one.result()
+            for one in (reconciling, turn_over, self._renewing):
+                if one.done() and not one.cancelled():
+                    one.result()
             await self._between_turns(control, registry)
 
     async def _between_turns(self, control: EngineControl, registry: Registry) -> None:
         try:
             await registry.mark_unfit(self._engine_id, self._boot_nonce, AWAY)
-            await control.pause("retract", deadline_s=_MOVE_S)
+            await control.pause("abort", deadline_s=_MOVE_S)
+            await control.rename(f"away:{uuid.uuid4().hex[:8]}", deadline_s=_MOVE_S)
             await control.release_memory(deadline_s=_MOVE_S)
             await self._give()
             await self._take()
@@ -95,6 +96,5 @@ class DeviceTurns:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(HELD_S / 10)
-            if self._holds:
-                with contextlib.suppress(TimeoutError):
-                    await self._turns.take(*self._who)
+            if self._holds and not await self._turns.take(*self._who) and self._holds:
+                raise EngineFault("its place on the shared device ran out while Redis was away: its memory must be free before others use it")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import shutil
+import signal
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import orjson
@@ -19,7 +23,7 @@ from consumer.checkpoint import Checkpoint, Progress, write_checkpoint
 from deploy import evaluate as evaluate_module
 from deploy.cli import main
 from deploy.evaluate import EvaluateConfig, evaluate_saved, record
-from deploy.saved import saved_model
+from deploy.saved import Saved, saved_model
 from producer.engine.hosted import EngineFault
 from protocol.config import load
 from protocol.connection import Client
@@ -29,8 +33,10 @@ from protocol.versions import Version
 from protocol.wakeups import wakeups
 from tests.producer.engine.conftest import write_model
 from tests.producer.test_eval_fleet import ROWS, Run
+from weightsync.config import store_folder
 from weightsync.safetensors_file import open_tensors
-from weightsync.snapshot import TensorBytes, weights_digest
+from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
+from weightsync.store import DirectoryStore
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,9 @@ def foreign_tokenizer(folder: Path, model: Path) -> Path:
         (["--set", 'eval.sets={{hard = "{folder}/none.jsonl"}}'], "eval.sets.hard {folder}/none.jsonl: cannot be read"),
         (["--set", 'eval.sets={{main = "x.jsonl"}}'], "eval.path is the set 'main' already"),
         (["--set", "model.path={folder}/nowhere"], "has no config.json"),
+        (["--out", "{folder}/taken/results.json"], "{folder}/taken: cannot be written (Not a directory)"),
+        (["--responses", "{folder}/taken/deep/responses.jsonl"], "{folder}/taken/deep: cannot be written (Not a directory)"),
+        (["--responses", "{folder}"], "--responses {folder}: is a folder"),
         (["--set", "engine.kind=external", "--set", 'engine.urls=["http://localhost:1"]'], "starts an engine of its own"),
     ],
 )
@@ -144,6 +153,7 @@ def test_bad_input_ends_with_2_and_says_what_to_do(
 ):
     path = write_config(tmp_path, models[0])
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "taken").touch()
     places = {"folder": tmp_path, "small": foreign_tokenizer(tmp_path, models[0])}
     assert main(["eval", "-c", str(path), *(one.format(**places) for one in arguments)]) == 2
     told = capsys.readouterr().err
@@ -161,6 +171,69 @@ def test_an_evaluation_of_which_nothing_comes_is_a_fault_with_the_reason(tmp_pat
 
 async def refuse(_: object) -> float:
     raise ValueError("no reward today")
+
+
+async def refuse_odd(asked: Any) -> float:
+    if asked.label == "odd":
+        raise ValueError("no reward today")
+    return 1.0
+
+
+def test_a_set_of_which_nothing_comes_is_told_beside_the_others_and_is_a_fault(
+    tmp_path: Path, models: list[Path], capsys: pytest.CaptureFixture[str], quiet: None
+):
+    odd, out = tmp_path / "odd.jsonl", tmp_path / "results.json"
+    odd.write_text('{"prompt": "1+1=", "label": "odd"}\n{"prompt": "2+2=", "label": "odd"}\n')
+    path = write_config(tmp_path, models[0], reward={"kind": "function", "function": f"{__name__}:refuse_odd"}, producer={"sample_retries": 0})
+    assert main(["eval", "-c", str(path), "--set", f'eval.sets={{odd = "{odd}"}}', "--out", str(out), "--json"]) == 1
+    told = capsys.readouterr()
+    written = orjson.loads(told.out)
+    assert written == orjson.loads(out.read_bytes())
+    assert [(one["set"], one["samples"], one["failed"], one.get("reward")) for one in written["results"]] == [("main", 6, 0, 1.0), ("odd", 0, 2, None)]
+    assert "all samples of odd failed, the last one: 1 attempts failed" in told.err
+
+
+def test_a_place_that_cannot_be_written_to_any_more_is_told_after_the_figures(
+    tmp_path: Path, models: list[Path], capsys: pytest.CaptureFixture[str], quiet: None, monkeypatch: pytest.MonkeyPatch
+):
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(evaluate_module, "write_atomically", full)
+    assert main(["eval", "-c", str(write_config(tmp_path, models[0])), "--json"]) == 2
+    told = capsys.readouterr()
+    assert orjson.loads(told.out)["results"][0]["samples"] == 6
+    assert "cannot be written (No space left on device)" in told.err
+
+
+def test_sigterm_ends_an_evaluation_with_1_and_leaves_no_copy_of_the_model(
+    tmp_path: Path, models: list[Path], capsys: pytest.CaptureFixture[str], quiet: None, monkeypatch: pytest.MonkeyPatch
+):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    path = write_config(tmp_path, models[0], weights={"store": str(tmp_path / "store"), "transport": "delta"})
+    config = load(EvaluateConfig, path)
+    store = DirectoryStore(store_folder(config.weights, config.run), models[0])
+    with open_tensors(models[0] / "model.safetensors") as base, open_tensors(models[1] / "model.safetensors") as other:
+        name = min(base, key=lambda one: len(base[one].data))
+        parent = store.write(Snapshot(version=Version(1, 0), tensors=base))
+        assert store.write_delta(Snapshot(version=Version(1, 1), tensors={**base, name: other[name]}), parent, base).kind == "delta"
+    copies: list[Path] = []
+
+    async def asked_to_leave(_: object, saved: Saved) -> NoReturn:
+        copies.append(saved.folder)
+        assert saved.folder.is_dir()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(evaluate_module, "evaluate_saved", asked_to_leave)
+    assert main(["eval", "-c", str(path), "--checkpoint", "1:1"]) == 1
+    assert "rollstream eval: stopped before everything was evaluated" in capsys.readouterr().err
+    assert [copy.is_relative_to(scratch) for copy in copies] == [True]
+    assert list(scratch.iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 @pytest_asyncio.fixture

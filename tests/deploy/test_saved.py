@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,11 @@ from consumer.checkpoint import Checkpoint, Progress, write_checkpoint
 from consumer.config import CheckpointConfig
 from deploy.saved import Saved, saved_model
 from protocol.config import ModelConfig, RunConfig
-from protocol.errors import ConfigError, ManifestError
+from protocol.errors import ConfigError, ManifestError, Unavailable
 from protocol.versions import Version
 from tests.producer.engine.conftest import write_model
 from weightsync.config import WeightsConfig
+from weightsync.mirror import Mirror
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
 from weightsync.store import DirectoryStore, open_store
@@ -115,6 +118,35 @@ async def test_a_version_that_holds_only_what_changed_is_made_whole_for_as_long_
             folder = saved.folder
             assert weights_digest(weights_of(folder)) == weights_digest(changed) == saved.digest
         assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("problem", "error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), ConfigError, "make room, or set TMPDIR"),
+        (OSError(errno.EIO, "Input/output error"), Unavailable, "Input/output error; try again"),
+        (TimeoutError(), Unavailable, "no whole model came of it within"),
+    ],
+)
+async def test_a_copy_that_cannot_be_made_says_why_and_leaves_nothing(
+    place: Place, others: list[dict[str, TensorBytes]], monkeypatch: pytest.MonkeyPatch, problem: OSError, error: type[Exception], message: str
+):
+    base = others[0]
+    name = min(base, key=lambda one: len(base[one].data))
+    parent = place.store.write(Snapshot(version=Version(1, 0), tensors=base))
+    place.store.write_delta(Snapshot(version=Version(1, 1), tensors=base | {name: others[1][name]}), parent, base)
+    scratch = place.folder / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+
+    async def refuse(mirror: Mirror, *_: object, **__: object) -> Path:
+        (mirror.folder / "half").touch()
+        raise problem
+
+    monkeypatch.setattr(Mirror, "ensure", refuse)
+    with pytest.raises(error, match=message):
+        await place.found("1:1")
+    assert list(scratch.iterdir()) == []
 
 
 async def test_folders_are_checkpoints_versions_or_models_by_what_is_in_them(place: Place, others: list[dict[str, TensorBytes]]):

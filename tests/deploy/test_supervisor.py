@@ -91,6 +91,21 @@ def test_a_run_goes_on_without_who_only_makes_weights_faster(role: Role):
         assert names(core.tick(now)) == [f"start {carrier}"]
 
 
+@pytest.mark.parametrize("role", [Role.RELAY, Role.WEIGHT_SERVER])
+def test_a_carrier_that_cannot_run_any_more_is_started_again_for_ever_and_one_that_never_could_ends_the_run(role: Role):
+    carrier = Child(role)
+    core, now = make([*EVERYONE, carrier]), 0.0
+    core.exited(carrier, -9, now)
+    for _ in range(POLICY.max_failures * 2):
+        now = core.deadline() or now
+        assert names(core.tick(now)) == [f"start {carrier}"]
+        assert core.exited(carrier, 2, now, message="nothing can be written to the folder") == []
+    core = make([*EVERYONE, carrier])
+    core.exited(carrier, 2, 1.0, message="nothing can be written to the folder")
+    finish = play_out(core, 1.0)
+    assert (finish.code, "nothing can be written" in finish.message) == (2, True)
+
+
 def test_weights_are_carried_until_the_last_engine_has_left():
     carriers = (Child(Role.RELAY), Child(Role.WEIGHT_SERVER))
     core = make([REDIS, TRAINER, *carriers, ENGINES[0]])

@@ -23,7 +23,7 @@ from deploy import checks
 from deploy import redis_server as redis_server_module
 from deploy.checks import check_carrier, check_weights
 from deploy.cli import main
-from deploy.config import UpConfig, listen
+from deploy.config import UpConfig, check_ports, listen
 from deploy.demo import tokenizer
 from deploy.redis_server import ServerCommand, answers, redis_server, server_command
 from deploy.snapshot import PictureSource
@@ -41,9 +41,10 @@ from protocol.daemon import SUPERVISED
 from protocol.errors import ConfigError, IdentityMismatch, RedisUnavailable, RedisUnreachable, RunExists, RunMissing, UnsafeRedis
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
-from protocol.messages import ProducerStatus
+from protocol.messages import ProducerStatus, RelayStatus, WeightServerStatus
 from protocol.presence import Presence
 from weightsync.config import WeightsConfig
+from weightsync.roles import RELAY, WEIGHT_SERVER
 from weightsync.safetensors_file import write_tensors
 from weightsync.snapshot import TensorBytes
 
@@ -105,6 +106,7 @@ BAD = [
     ("a spill that nobody knows", {"buffer": 'spill = "foo://x"'}, ["buffer.spill foo://x", "foo"]),
     ("blobs in one process", {"buffer": 'blobs = "memory://x"'}, ["buffer.blobs memory://x", "memory of one process"]),
     ("copies behind a URL", {"weights": 'relay = "s3://bucket/x"'}, ["run.toml:", "weights.relay", "is a URL", "a folder of this machine"]),
+    ("no port for the evaluation", {"engine": "port = 65534\ncount = 2", "eval": "engines = 1"}, ["engine.port 65534", "2 engines and the 1 of eval.engines"]),
     ("bad run name", {"run": 'name = "a/b"'}, ["run.name", "a/b"]),
 ]
 
@@ -454,6 +456,27 @@ def test_engines_of_the_evaluation_come_after_those_of_the_run(tmp_path: Path):
     assert [child.index for child in children if child.role is Role.ENGINE] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("layout", "instead"), [("trainer_only", "rl-trainer"), ("rollout_only", "--rollout-only"), ("external", "engine.kind")])
+def test_a_layout_that_is_not_started_on_one_machine_is_refused_with_what_to_do_instead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str, instead: str
+):
+    path = write_config(tmp_path, placement=f'layout = "{layout}"')
+    before = contents(tmp_path)
+    assert main(["up", "-c", str(path), "--new"]) == 2
+    said = capsys.readouterr().err
+    assert f'placement.layout "{layout}"' in said
+    assert instead in said
+    assert contents(tmp_path) == before
+
+
+def test_ports_of_the_evaluations_engines_are_looked_at_too(tmp_path: Path):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        config = load(UpConfig, str(write_config(tmp_path)), sets=[f"engine.port={port - 1}", "eval.engines=1"])
+        with pytest.raises(ConfigError, match=f"engine 1 cannot listen on 127.0.0.1:{port}"):
+            check_ports(config.engine, evals=config.eval.engines)
+
+
 def test_what_a_child_starts_in_a_session_of_its_own_is_counted_with_it(tmp_path: Path):
     inner = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], start_new_session=True); print('up', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", inner], start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -489,9 +512,12 @@ async def test_healthy_is_who_announces_itself_from_the_process_we_found(
     monkeypatch.setattr(up_main, "_HEALTH_S", 1.0)
     await small_run()
     await Presence(redis, keys, "producer", ProducerStatus).beat("producer-0", ProducerStatus(producer_id="producer-0", pid=4242))
+    await Presence(redis, keys, RELAY, RelayStatus).beat("relay", RelayStatus(relay_id="relay", folder="", pid=4244))
+    server = WeightServerStatus(server_id="server", url="", device="cpu", backend="gloo", pid=4245)
+    await Presence(redis, keys, WEIGHT_SERVER, WeightServerStatus).beat("server", server)
     source = PictureSource(redis, keys)
-    found = {Child(Role.PRODUCER, 0): 4242, Child(Role.PRODUCER, 1): 4243, Child(Role.REDIS): 1}
-    assert await up_main._healthy(source, found) == {Child(Role.PRODUCER, 0)}
+    healthy = {Child(Role.PRODUCER, 0): 4242, Child(Role.RELAY): 4244, Child(Role.WEIGHT_SERVER): 4245}
+    assert await up_main._healthy(source, {**healthy, Child(Role.PRODUCER, 1): 4243, Child(Role.REDIS): 1}) == set(healthy)
 
 
 async def test_one_up_a_folder(tmp_path: Path):

@@ -13,7 +13,6 @@ ASKERS = [path for folder in ("weightsync", "producer") for path in sorted((ROOT
 NEVER = {
     "/health": "takes a second and fails in every pause",
     "/health_generate": "likewise",
-    "/update_weight_version": "ends every request unless told not to, and renames weights that nobody loaded",
     "/get_weights_by_name": "is there for a few models only",
     "/get_weight_version": "is gone",
     "/weight_version": "is gone",

@@ -188,6 +188,7 @@ GROUP = {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "wor
         (lambda c: c.weights_checksum(deadline_s=5), "/weights_checker", {"action": "checksum"}),
         (lambda c: c.pause("retract"), "/pause_generation", {"mode": "retract"}),
         (lambda c: c.abort_all(), "/abort_request", {"rid": "", "abort_all": True}),
+        (lambda c: c.rename("away:1"), "/update_weight_version", {"new_version": "away:1", "abort_all_requests": False}),
         (lambda c: c.release_memory(), "/release_memory_occupation", {}),
         (lambda c: c.resume_memory(), "/resume_memory_occupation", {}),
     ],

@@ -109,8 +109,9 @@ def check_arguments(settings: EngineConfig) -> None:
         if refused is not None:
             raise ConfigError(f"engine.args has {name}: {_REFUSED[refused]}")
     for name, value in named:
-        if name in _ALLOWED and value != _ALLOWED[name][0]:
-            raise ConfigError(f"engine.args has {name} {value or ''}".rstrip() + f": {_ALLOWED[name][1]}")
+        bound = next((flag for flag in _ALLOWED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)
+        if bound is not None and value != _ALLOWED[bound][0]:
+            raise ConfigError(f"engine.args has {name} {value or ''}".rstrip() + f": {_ALLOWED[bound][1]}")
     given = dict(named)
     if given.get(_MULTI_NODE, "1") != "1" and "--dist-init-addr" not in given:
         raise ConfigError(f"engine.args has {_MULTI_NODE} {given[_MULTI_NODE]} without --dist-init-addr: the other nodes must be told where this one is")

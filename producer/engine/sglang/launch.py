@@ -45,7 +45,10 @@ def _hide_keys() -> None:
 
     def hidden(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        text = record.getMessage()
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001 - a malformed call, which logging itself only prints
+            text = f"{record.msg} {record.args}"
         if any(secret in text for secret in secrets):
             for secret in secrets:
                 text = text.replace(secret, "***")

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from producer.engine.turns import AWAY
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, SampleFailed
 from protocol.messages import EngineState
 from protocol.wakeups import wakeups
 from weightsync.control import EngineControl
@@ -24,7 +24,8 @@ async def test_an_engine_lets_go_in_the_trainers_turns_and_comes_back_with_the_n
 ):
     from transformers import AutoModelForCausalLM
 
-    run.values["placement"] = {"layout": "colocated"}
+    run.values |= {"placement": {"layout": "colocated"}, "rollout": {"max_prompt_tokens": 20, "max_new_tokens": 400}}
+    run.values["engine"]["pace_s"] = 0.02
     await run.create()
     stop = asyncio.Event()
     async with wakeups(run.client, run.keys) as waker, run.hosted(stop) as task:
@@ -32,7 +33,10 @@ async def test_an_engine_lets_go_in_the_trainers_turns_and_comes_back_with_the_n
         first = await run.publish(model_a)
         engine = await run.serving(first)
         assert (await turns.read()).holders == {f"engine:{engine.engine_id}"}
-        long = asyncio.ensure_future(ask(session, engine, "long", tokens=40))
+        long = asyncio.ensure_future(ask(session, engine, "long", tokens=400))
+        async with asyncio.timeout(WAIT_S):
+            while not (await run.registry.engines())[0].generated_tokens:
+                await asyncio.sleep(0.01)
         await turns.move(first.incarnation, Turn.TRAIN)
         async with asyncio.timeout(WAIT_S):
             await turns.taken(Holder.TRAINER, "t", "b")
@@ -42,15 +46,21 @@ async def test_an_engine_lets_go_in_the_trainers_turns_and_comes_back_with_the_n
         assert not await control.ready()
         checksums = await control.weights_checksum(deadline_s=5)
         assert len(set(dict(checksums["ranks"][0]["checksums"]).values())) == 1, "nothing of its weights is left"
+        early = asyncio.ensure_future(ask(session, engine, "early"))
         second = await run.publish(model_b)
         await turns.give(Holder.TRAINER, "t", "b")
         await turns.move(second.incarnation, Turn.GENERATE)
         engine = await run.serving(second)
+        with pytest.raises(SampleFailed, match="away:"):  # it came before the weights did, and nobody takes what it got for a version's
+            await early
         answer = await ask(session, engine, "after")
         assert {span.version for span in answer.spans} == {second}
-        own = written_logprobs(AutoModelForCausalLM.from_pretrained(model_b), [1, 7, 9], answer.output_ids.tolist())
-        assert abs(answer.logprobs - own.numpy()).max() < 1e-4
-        assert len((await long).output_ids) == 40, "what was under way goes on"
+        kept = await long
+        assert kept.finish_reason == "abort"
+        assert {span.version for span in kept.spans} == {first}
+        for written, model in ((kept, model_a), (answer, model_b)):
+            own = written_logprobs(AutoModelForCausalLM.from_pretrained(model), [1, 7, 9], written.output_ids.tolist())
+            assert abs(written.logprobs - own.numpy()).max() < 1e-4
         stop.set()
         await task
         assert (await turns.read()).holders == frozenset()
@@ -75,6 +85,12 @@ async def test_an_engine_does_not_start_in_the_trainers_turn_and_can_be_stopped_
         async with run.hosted(again):
             await run.serving(version)
             again.set()
+
+
+async def test_an_engine_of_the_evaluations_own_takes_no_turns(run: Run, model_a: Path):
+    run.values |= {"placement": {"layout": "colocated"}, "eval": {"engines": 1}}
+    config = run.config()
+    assert [config.shares_device(index) for index in range(2)] == [True, False]
 
 
 async def test_servers_of_others_do_not_take_turns(run: Run):
