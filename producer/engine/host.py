@@ -107,8 +107,9 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
         async with wakeups(client, Keys(config.run.name)) as waker:
-            rest_s, vain = _REST_S, 0
-            while (fault := await _life(config, index, stop, kind=kind, store=store, client=client, waker=waker)) is not None:
+            rest_s, vain, lives = _REST_S, 0, _Lives()
+            while (fault := await _life(config, index, stop, kind=kind, lives=lives, store=store, client=client, waker=waker)) is not None:
+                lives.count += 1
                 vain = 0 if fault.was_ready else vain + 1
                 if not kind.lives_on or 0 < kind.start_tries <= vain:
                     raise fault.problem
@@ -131,7 +132,17 @@ class _Fault:
     was_ready: bool
 
 
-async def _life(config: EngineHostConfig, index: int, stop: asyncio.Event, *, kind: Kind, store: VersionStore, client: Client, waker: Wakeups) -> _Fault | None:
+@dataclass(slots=True)
+class _Lives:
+    """What outlives a life of the engine."""
+
+    count: int = 0
+    run_was_open: bool = False
+
+
+async def _life(
+    config: EngineHostConfig, index: int, stop: asyncio.Event, *, kind: Kind, lives: _Lives, store: VersionStore, client: Client, waker: Wakeups
+) -> _Fault | None:
     """One life of the engine, under a nonce of its own (rule W3). None: it ended in good order."""
     boot_nonce = uuid.uuid4().hex[:16]
     host: _Host | None = None
@@ -148,12 +159,26 @@ async def _life(config: EngineHostConfig, index: int, stop: asyncio.Event, *, ki
                     return None
             engine = await open_here.enter_async_context(kind.life(boot_nonce, desk))
             host = _Host(
-                config=config, index=index, boot_nonce=boot_nonce, kind=kind, engine=engine, desk=desk, device=device, store=store, client=client, waker=waker
+                config=config,
+                index=index,
+                boot_nonce=boot_nonce,
+                kind=kind,
+                lives=lives,
+                engine=engine,
+                desk=desk,
+                device=device,
+                store=store,
+                client=client,
+                waker=waker,
             )
             await host.run(stop)
             return None
     except EngineFault as problem:
         return _Fault(problem, host is not None and host.was_ready)
+    except ConfigError as problem:  # it could be right before: a port that somebody has taken since, say
+        if not lives.count:
+            raise
+        return _Fault(EngineFault(str(problem)), was_ready=False)
     except BaseExceptionGroup as group:
         faults, others = group.split(EngineFault)
         if faults is None or others is not None:
@@ -230,6 +255,7 @@ class _Host:
         index: int,
         boot_nonce: str,
         kind: Kind,
+        lives: _Lives,
         engine: Hosted,
         desk: Desk,
         device: DeviceTurns | None,
@@ -244,6 +270,7 @@ class _Host:
         self._fleet = EVAL_FLEET if config.evaluates(index) else "rollout"
         self._boot_nonce = boot_nonce
         self._kind = kind
+        self._lives = lives
         self._engine = engine
         self._misfit = ""
         self.was_ready = False
@@ -370,13 +397,13 @@ class _Host:
         """Sets `ending` once the run drains and has had no producer for a while. A run that drains already when the host starts may be about to be resumed, so
         it must have been seen open.
         """
-        was_open, deserted_since = False, 0.0
+        deserted_since = 0.0
         while True:
             mark = self._waker.mark(Topic.RUN)
             state = await self._run_state()
-            was_open = was_open or state is RunState.OPEN
+            self._lives.run_was_open = self._lives.run_was_open or state is RunState.OPEN
             now = time.monotonic()
-            if state is not RunState.DRAINING or not was_open or await self._producers.members():
+            if state is not RunState.DRAINING or not self._lives.run_was_open or await self._producers.members():
                 deserted_since = 0.0
             elif not deserted_since:
                 deserted_since = now

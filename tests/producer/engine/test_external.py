@@ -20,7 +20,8 @@ from producer.engine.external import checks_ids, difference
 from producer.engine.sglang import watch
 from producer.engine.sglang.ports import held_port
 from protocol.errors import ConfigError
-from protocol.messages import EngineState
+from protocol.messages import EngineState, ProducerStatus
+from protocol.presence import Presence
 
 from .conftest import write_model
 from .hosting import WAIT_S, Run, ask
@@ -106,6 +107,52 @@ async def test_one_that_comes_back_with_base_weights_is_a_new_engine_and_gets_th
                     after = await run.serving(version)
                     assert after.boot_nonce != before.boot_nonce
                     assert (await ask(session, after, "again")).weight_version == version
+
+
+async def test_a_host_whose_engine_went_away_while_the_run_ended_leaves_with_the_others(run: Run, model_a: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "_DRAINED_S", 0.1)
+    await run.create()
+    with held_port(HOST, key="port") as port:
+        async with contextlib.AsyncExitStack() as first_life:
+            await first_life.enter_async_context(server(model_a, port=port))
+            async with run.hosted(asyncio.Event(), **at(f"http://{HOST}:{port}")) as task:
+                version = await run.publish(model_a)
+                before = await run.serving(version)
+                producers = Presence(run.client, run.keys, "producer", ProducerStatus)
+                await producers.beat("p", ProducerStatus(producer_id="p"))
+                await run.ledger.drain(version.incarnation, "steps")
+                await first_life.aclose()
+                await run.until(lambda engines: any(engine.boot_nonce != before.boot_nonce for engine in engines))
+                await producers.leave("p")
+                async with asyncio.timeout(WAIT_S):
+                    await task
+
+
+async def test_settings_that_stop_working_later_cost_a_life_and_not_the_host(run: Run, model_a: Path, monkeypatch: pytest.MonkeyPatch):
+    await run.create()
+    version = await run.publish(model_a)
+    lives = 0
+    life = external.ExternalServer.life
+
+    def flaky(kind: external.ExternalServer, nonce: str, desk: Any) -> Any:
+        nonlocal lives
+        lives += 1
+        if lives == 2:
+            raise ConfigError("port 9 is taken")
+        return life(kind, nonce, desk)
+
+    monkeypatch.setattr(external.ExternalServer, "life", flaky)
+    with held_port(HOST, key="port") as port:
+        async with contextlib.AsyncExitStack() as first_life:
+            await first_life.enter_async_context(server(model_a, port=port))
+            async with run.hosted(asyncio.Event(), **at(f"http://{HOST}:{port}")):
+                before = await run.serving(version)
+                await first_life.aclose()
+                async with server(model_a, port=port):
+                    (after,) = await run.until(
+                        lambda engines: [e for e in engines if e.state is EngineState.ROUTABLE and e.boot_nonce != before.boot_nonce] != []
+                    )
+                    assert (after.version, lives) == (version, 3)
 
 
 async def test_weights_that_somebody_else_gave_it_are_noticed_while_it_answers_all_the_time(
