@@ -13,14 +13,17 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import xxhash
 
 from producer.config import ProducerDaemonConfig
-from producer.ray_actor import SECRETS, About, DaemonActor, ProducerActor, Settings, namespace
+from producer.ray_actor import SECRETS, About, DaemonActor, ProducerActor, Settings, forget, namespace
 from protocol.config import RayConfig, RunConfig, Tree, load
-from protocol.errors import EXIT_FAULT, ConfigError, RollstreamError, Unavailable
+from protocol.errors import EXIT_DRAINED, EXIT_FAULT, ConfigError, RollstreamError, Unavailable
 
 _LOG = logging.getLogger(__name__)
 _PROBE_S = 20.0
@@ -34,6 +37,9 @@ _ENVIRONMENT = "ROLLSTREAM__"
 _PATHS = ("model.path", "data.path", "eval.path", "eval.sets", "weights.store", "weights.relay", "checkpoint.dir", "buffer.spill", "buffer.blobs")
 
 
+T = TypeVar("T")
+
+
 class RayUnavailable(Unavailable):
     """The cluster does not give what was asked for, or not in time."""
 
@@ -41,9 +47,39 @@ class RayUnavailable(Unavailable):
 class ActorFailed(RollstreamError):
     """An actor ended otherwise than drained; `exit_code` is what its daemon would have exited with."""
 
-    def __init__(self, about: About) -> None:
-        super().__init__(f"{about.name} ended on {about.host} with exit code {about.code}: {about.message}")
-        self.exit_code = about.code or EXIT_FAULT
+    def __init__(self, name: str, code: int, how: str) -> None:
+        super().__init__(f"{name} {how}")
+        self.exit_code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """How an actor that was asked to stop went."""
+
+    name: str
+    about: About | None = None
+    """What it told of its end; None: it was gone before, or it was killed."""
+    killed: bool = False
+    """It was there, and did not end in time."""
+    answered: bool = False
+    """It had a process. One without waited for room, or was being moved."""
+
+    @property
+    def code(self) -> int:
+        """As of a process: one that had to be ended by force is never drained. Where there was no process, none was forced."""
+        if self.about is not None and self.about.code is not None:
+            return self.about.code
+        return EXIT_FAULT if self.killed and self.answered else EXIT_DRAINED
+
+    @property
+    def how(self) -> str:
+        if self.about is not None:
+            return ended_how(self.about)
+        return "did not end in time and was killed" if self.killed else "was gone"
+
+
+def ended_how(about: About) -> str:
+    return f"ended on {about.host} with exit code {about.code}" + (f": {about.message}" if about.message else "")
 
 
 def read_settings(path: str, sets: Iterable[str], config: Tree, *, run: str, digest: str = "") -> Settings:
@@ -72,6 +108,9 @@ def absolute_paths(config: Tree) -> dict[str, str | dict[str, str]]:
                 found[key] = {label: _absolute(path) for label, path in value.items()}
         elif value:
             found[key] = _absolute(value)
+    python = getattr(getattr(config, "engine", None), "python", "")
+    if "/" in python:  # else it is looked for in the PATH of each node
+        found["engine.python"] = _absolute(python)
     run = getattr(config, "run", None)
     if isinstance(run, RunConfig):
         found["run.dir"] = str(run.folder)
@@ -162,13 +201,18 @@ class Fleet:
         except TimeoutError:
             return None
 
-    async def ended(self, name: str) -> About | None:
-        """Return once the actor has ended, over all of its lives; None: there is none, or none any more."""
-        away = False
+    async def ended(self, name: str, *, tell: Callable[[str], None] = _LOG.info) -> About | None:
+        """Return once the actor has ended, over all of its lives; None: there is none, or none any more. `tell` is told of what happens to it meanwhile."""
+        away, failures = False, 0
         while True:
             try:
                 if await self._handle(name) is None:
                     return None
+                if away:
+                    back: About | None = await self._ask(name, "about")
+                    if back is not None:
+                        tell(f"{name} is back" + (f"; failure {back.failures} was: {back.message}" if back.failures > failures else ""))
+                        away, failures = False, back.failures
                 about: About | None = await self._ask(name, "ended", _PROBE_S)
             except _away() as problem:
                 if not away:
@@ -176,36 +220,59 @@ class Fleet:
                 away = True
                 await asyncio.sleep(_RETRY_S)
             else:
-                if away:
-                    _LOG.info("%s is back", name)
-                away = False
                 if about is not None:
                     return about
 
-    async def stop(self, name: str, *, within_s: float = STOP_S) -> About | None:
-        """Have it end in good order, or by force after `within_s`; how it ended. It is gone then. None: it was gone before, or it was killed."""
+    async def stop(self, name: str, *, within_s: float = STOP_S) -> Left:
+        """Have it end in good order, or by force after `within_s`; how it went. It is gone then."""
         about: About | None = None
+        answered = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while about is None and await self._handle(name) is not None:
-                    with contextlib.suppress(*_away()):
+                while about is None:
+                    try:
+                        if await self._handle(name) is None:
+                            return Left(name=name)
                         await self._ask(name, "stop")
+                        answered = True
                         about = await self._ask(name, "ended", 1.0)
+                    except _away():
+                        await asyncio.sleep(_RETRY_S)
         await self.kill(name)
-        return about
+        return Left(name=name, about=about, killed=about is None, answered=answered)
 
     async def kill(self, name: str) -> None:
         import ray
 
         if (handle := await self._handle(name)) is not None:
             await asyncio.to_thread(ray.kill, handle, no_restart=True)
+            await asyncio.to_thread(forget, self._namespace, name)
 
-    async def wait_started(self, names: Iterable[str], *, within_s: float) -> None:
-        """Return once each of them has a place. Raises: `RayUnavailable` naming those that have none, and what is free."""
+    async def wait_started(self, names: Iterable[str], *, within_s: float) -> list[About]:
+        """Return once each of them has a place: where. Raises: `RayUnavailable` naming those that have none, and what is free."""
         wanted = list(names)
         found = await asyncio.gather(*(self.about(name, timeout_s=within_s) for name in wanted))
         if late := [name for name, about in zip(wanted, found, strict=True) if about is None]:
             raise RayUnavailable(f"{', '.join(late)}: not started within {within_s:.0f} s; {await asyncio.to_thread(free)}")
+        return [about for about in found if about is not None]
+
+    async def refuse_others(self, names: Sequence[str], digest: str) -> None:
+        """Make sure that whoever has one of these names was started with the settings of `digest`. One that has ended makes room.
+
+        Raises: `ConfigError` naming those of other settings; `RayUnavailable` if one does not tell.
+        """
+        there = set(await self.names())
+        taken = [name for name in names if name in there]
+        found = dict(zip(taken, await asyncio.gather(*(self.about(name, timeout_s=_PROBE_S) for name in taken)), strict=True))
+        others = [name for name, about in found.items() if about is not None and about.code is None and about.digest != digest]
+        if others:
+            raise ConfigError(
+                f"{', '.join(others)}: there already, started by `rollstream up --ray` or with other settings; give an --index that is free, or use "
+                "`rollstream scale producers`"
+            )
+        if silent := [name for name, about in found.items() if about is None]:
+            raise RayUnavailable(f"{', '.join(silent)}: there already, and waiting for room or being moved, so whose it is cannot be told; try again later")
+        await asyncio.gather(*(self.stop(name) for name, about in found.items() if about is not None and about.code is not None))
 
     async def _handle(self, name: str) -> Any:
         import ray
@@ -220,11 +287,23 @@ class Fleet:
         return None if handle is None else await getattr(handle, method).remote(*arguments)
 
 
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` comes to; None: `stop` was first, and `work` was cancelled and has cleaned up."""
+    task, asked = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        asked.cancel()
+        await asyncio.gather(task, asked, return_exceptions=True)
+
+
 def _away() -> tuple[type[Exception], ...]:
     """What a question to an actor raises while its process or node is lost and Ray has it start elsewhere. A fault of the actor's own is none of them."""
     from ray import exceptions
 
-    return (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.WorkerCrashedError, exceptions.RpcError)
+    return (exceptions.RayActorError, exceptions.NodeDiedError, exceptions.WorkerCrashedError, exceptions.RpcError, exceptions.GetTimeoutError)
 
 
 def free() -> str:
@@ -253,21 +332,23 @@ async def produce_on_ray(options: argparse.Namespace, stop: asyncio.Event) -> No
     config = load(ProducersConfig, options.config, sets=options.set)
     if not config.redis.url:
         raise ConfigError("redis.url is empty: actors on other nodes need the URL of a Redis that all nodes reach")
-    settings = read_settings(options.config, options.set, config, run=config.run.name)
+    digest = f"{ProducerActor.__name__} {xxhash.xxh3_128_hexdigest(config.model_dump_json().encode())}"
+    settings = read_settings(options.config, options.set, config, run=config.run.name, digest=digest)
     names = [f"producer-{index}" for index in (range(config.producer.count) if options.index is None else (options.index,))]
     async with connected(options.ray or config.ray.address, config.run.name):
         fleet = Fleet(config.run.name)
+        await fleet.refuse_others(names, digest)
         for name in names:
             await fleet.start(ProducerActor, name, settings, cpus=config.ray.producer_cpus)
-        await fleet.wait_started(names, within_s=60.0)
+        await unless(stop, fleet.wait_started(names, within_s=60.0))
         follow = asyncio.gather(*(fleet.ended(name) for name in names))
         asked = asyncio.ensure_future(stop.wait())
         await asyncio.wait((follow, asked), return_when=asyncio.FIRST_COMPLETED)
         if not follow.done():
             follow.cancel()
-            ends = await asyncio.gather(*(fleet.stop(name) for name in names))
+            ends = [(left.name, left.code, left.how) for left in await asyncio.gather(*(fleet.stop(name) for name in names))]
         else:
             asked.cancel()
-            ends = await follow
-        if failed := next((about for about in ends if about is not None and about.code), None):
-            raise ActorFailed(failed)
+            ends = [(about.name, about.code or EXIT_DRAINED, ended_how(about)) for about in await follow if about is not None]
+        if failed := next((end for end in ends if end[1]), None):
+            raise ActorFailed(*failed)

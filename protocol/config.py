@@ -103,7 +103,7 @@ class PlacementConfig(Section):
     layout: Literal["disaggregated", "colocated", "external", "trainer_only", "rollout_only"] = Field(
         "disaggregated",
         description="disaggregated: trainer and engines have devices of their own. colocated: they take turns on the same ones, with buffer.pipeline_depth 0. "
-        "external: engines run elsewhere, at engine.urls. trainer_only, rollout_only: the other half is not started.",
+        "external: engines run elsewhere, at engine.urls. trainer_only, rollout_only: on Ray, the other half is not started.",
     )
     gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine of the cluster; an engine's GPUs must lie on one.")
     nodes: int = Field(0, ge=0, description="Machines that the run may take. 0: as many as it needs.")

@@ -24,8 +24,8 @@ class Eval(Body):
     versions: list[str] = Field(description="All that wrote a token, oldest first.")
     samples: int
     failed: int
-    reward: float = Field(description="Mean.")
-    exact: float = Field(description="Share of samples with the full reward.")
+    reward: float | None = Field(description="Mean. Null: nothing was answered.")
+    exact: float | None = Field(description="Share of samples with the full reward. Null: nothing was answered.")
     tokens: int | None = Field(description="Sampled.")
     seconds: float
     by: str = Field(description="The producer that evaluated; of a saved model, what it is.")
@@ -53,8 +53,8 @@ def _eval(found: Mapping[str, Any]) -> Eval:
         versions=versions,
         samples=int(found.get("samples", 0)),
         failed=int(found.get("failed", 0)),
-        reward=float(found.get("reward", 0.0)),
-        exact=float(found.get("exact", 0.0)),
+        reward=found.get("reward"),
+        exact=found.get("exact"),
         tokens=found.get("tokens"),
         seconds=float(found.get("seconds", 0.0)),
         by=str(found.get("producer_id") or found.get("model") or ""),
@@ -65,7 +65,7 @@ def line(picture: Picture) -> str:
     """The newest of each set of the run itself, for people; empty before the first."""
     newest: dict[str, Eval] = {}
     for found in evals(picture).evals:
-        if found.phase != "checkpoint":
+        if found.phase != "checkpoint" and found.reward is not None:
             newest.setdefault(found.set, found)
     told = [f"{one.set} exact {one.exact:.3f}, reward {one.reward:.3f} at {_of(one)} ({one.phase}, {one.samples} samples)" for one in newest.values()]
     return f"held out: {'; '.join(sorted(told))}" if told else ""

@@ -12,8 +12,8 @@ from deploy.config import UpConfig
 from deploy.placement import Part, Placement, demand_of, place
 from deploy.ray.placement_group import find, new_group, remove
 from deploy.ray.trainer import TrainerActor
-from producer.ray_actor import About, EngineActor, ProducerActor, Settings, namespace
-from producer.ray_fleet import STOP_S, Fleet
+from producer.ray_actor import EngineActor, ProducerActor, Settings, namespace
+from producer.ray_fleet import STOP_S, Fleet, Left
 from protocol.errors import ConfigError
 
 TRAINER, ENGINE, PRODUCER = "trainer", "engine", "producer"
@@ -71,13 +71,13 @@ class Crew:
         gpus = share if "GPU" in group.bundle_specs[bundles[0]] else 0
         await self.fleet.start(kind, name, self._settings_of(name), cpus=cpus, gpus=gpus, where=seat(group, bundles[0]), bundles=bundles)
 
-    async def stop(self, name: str) -> About | None:
-        """In good order, or by force (None); the room of an engine that was added while the run went on is given back."""
+    async def stop(self, name: str) -> Left:
+        """In good order, or by force; the room of an engine that was added while the run went on is given back."""
         role = name.rpartition("-")[0]
-        about = await self.fleet.stop(name, within_s=stop_seconds(self.config.weights) + _MARGIN_S if role == TRAINER else STOP_S)
+        left = await self.fleet.stop(name, within_s=stop_seconds(self.config.weights) + _MARGIN_S if role == TRAINER else STOP_S)
         if role == ENGINE and name not in self.dealt and (group := find(_room(self.config.run.name, name))) is not None:
             remove(group)
-        return about
+        return left
 
     async def _room_of(self, name: str) -> tuple[Any, tuple[int, ...]]:
         """A placement group of the actor's own, on one node: the group of the run cannot grow."""
@@ -102,6 +102,8 @@ def placement_of(config: UpConfig) -> Placement:
     demand = demand_of(config)
     if demand.trainer_ranks > 1 or demand.critic:
         raise ConfigError("placement.trainer_ranks and critic: the trainer of this release is one process without a critic; leave them out on Ray")
+    if demand.trainer_gpus > 1:
+        raise ConfigError(f"placement.trainer_gpus = {demand.trainer_gpus}: the trainer of this release uses one GPU; leave it out, or use 1")
     if demand.engine_nodes > 1:
         raise ConfigError(
             "placement.engine_nodes: an engine over several nodes is not started on Ray by this release; start it by hand, and use engine.kind = external"

@@ -4,7 +4,8 @@ Before anything is started: the configuration is whole, the layout fits, Redis i
 or not there (`--new`). Then: room for everyone within a bound, the actors, and the same views as on one machine.
 
 The command only watches: killed, it takes nothing along, and `--resume` finds what goes on. Ctrl-C, or SIGTERM, ends the run in good order: trainer, producers,
-engines, summary; a second one leaves the command at once, and what was asked to stop stops. Exit codes: as `rollstream up`; 75 also: no room on the cluster.
+engines, summary; a second one leaves the command at once, and what was asked to stop stops. Exit codes: as `rollstream up`, so 1 where somebody had to be
+killed; 75 also: no room on the cluster.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from deploy.checks import check_all
 from deploy.config import ReaderConfig, UpConfig, bind
 from deploy.http.app import announcement, serve_app
 from deploy.live import show
+from deploy.placement import Placement
 from deploy.ray.crew import ENGINE, PRODUCER, TRAINER, Crew, placement_of
 from deploy.ray.placement_group import reserve
 from deploy.ray.reach import check_reach
@@ -32,7 +34,7 @@ from deploy.snapshot import PictureSource, picture_source
 from deploy.summary import write_summary
 from deploy.up.supervisor import Child, Life
 from producer.ray_actor import About, Settings, give_back
-from producer.ray_fleet import Fleet, connected, read_settings
+from producer.ray_fleet import Fleet, Left, connected, read_settings, unless
 from protocol.config import load
 from protocol.connection import Client, check_server, connect
 from protocol.daemon import run_daemon
@@ -46,6 +48,8 @@ _ALONE_S: Mapping[str, float] = {PRODUCER: 180.0, ENGINE: 30.0}
 _SUMMARY_S = 120.0
 _STEADY_S = 20.0
 """An actor that is there when we come answers within this, or is being moved."""
+_PROMPT_S = 3.0
+"""One that has been started answers within this, or has no process yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,27 @@ class Verdict:
     """The operator asked for the end."""
     replaced: bool = False
     """The run goes on elsewhere: its record is not ours to close."""
+
+
+_CUT_SHORT = Verdict(code=EXIT_DRAINED, cut_short=True)
+
+
+def weigh(verdict: Verdict, left: Left) -> Verdict:
+    """What the way somebody left makes of the verdict. Pure. What is bad already stays.
+
+    A trainer must end in good order. Of the others a kill and a fault count; one that was to try again, or was replaced, had nothing to lose.
+    """
+    trainer = _is(left.name, TRAINER)
+    code = EXIT_FAULT if trainer and left.killed else left.code
+    if code == EXIT_DRAINED or not (trainer or code == EXIT_FAULT):
+        return verdict
+    replaced = trainer and code == EXIT_REPLACED
+    return replace(
+        verdict,
+        code=verdict.code or (EXIT_FAULT if replaced else code),
+        message=verdict.message or f"{left.name} {left.how}",
+        replaced=verdict.replaced or replaced,
+    )
 
 
 class SummaryMissing(RollstreamError):
@@ -95,15 +120,21 @@ async def up_on_ray(options: argparse.Namespace, stop: asyncio.Event) -> None:
             there = await crew.fleet.names()
             if there and not options.resume:
                 raise RunExists(f"run {config.run.name!r} has actors on this cluster ({', '.join(there)}): go on with it by --resume, or use another run.name")
-            crew.group, crew.dealt = await reserve(
-                placement, crew.names, run=config.run.name, cpus=crew.cpus, wait_s=config.placement.wait_seconds, client=client
-            )
             life = _Life(crew, stop)
-            async with (
-                picture_source(config.redis.url, config.run.name, folder=config.run.folder, patience_s=config.run.stall_seconds) as source,
-                _observers(config, source, life, listener, live=not options.no_live and sys.stdout.isatty()),
-            ):
-                verdict = await life.run(crew.wanted(placement))
+            if not await life.make_room(placement, client):
+                verdict = await life.end(_CUT_SHORT)
+            else:
+                async with (
+                    picture_source(
+                        config.redis.url,
+                        config.run.name,
+                        folder=config.run.folder,
+                        patience_s=config.run.stall_seconds,
+                        transport=config.weights.transport,
+                    ) as source,
+                    _observers(config, source, life, listener, live=not options.no_live and sys.stdout.isatty()),
+                ):
+                    verdict = await life.run(crew.wanted(placement))
     finally:
         await client.aclose()
         if listener is not None:
@@ -138,43 +169,82 @@ class _Life:
         self.lives: Mapping[Child, Life] = {}
         """For the live view, which shows processes of this machine; here are none."""
 
+    async def make_room(self, placement: Placement, client: Client) -> bool:
+        """Who has ended makes room, and there is room for everyone; False: `stop` came first. Raises: as `reserve`."""
+        crew = self._crew
+        await self._clear_ended()
+        asked = reserve(placement, crew.names, run=crew.config.run.name, cpus=crew.cpus, wait_s=crew.config.placement.wait_seconds, client=client)
+        if (room := await unless(self._stop, asked)) is None:
+            return False
+        crew.group, crew.dealt = room
+        return True
+
     async def run(self, wanted: list[str]) -> Verdict:
         """Order of stopping: trainer, producers, engines, summary, what was reserved."""
-        await self._clear_ended(wanted)
+        there = await self._clear_others(wanted)
+        mine = [name for name in wanted if name not in there]
         for name in wanted:
             await self._crew.start(name)
         try:
-            await self._fleet.wait_started(wanted, within_s=self._crew.config.placement.wait_seconds)
-        except RollstreamError:
-            await self._end(Verdict(code=EXIT_FAULT))
-            raise
-        for name in wanted:
-            if (about := await self._fleet.about(name, timeout_s=_STEADY_S)) is not None:
-                _LOG.info("%s runs on %s (node %s)%s", name, about.host, about.node[:8], f", GPU {about.gpus}" if about.gpus else "")
+            started = await unless(self._stop, self._fleet.wait_started(wanted, within_s=self._crew.config.placement.wait_seconds))
+        except RollstreamError as problem:
+            if not there:
+                await self._drop_silent(mine)
+                await self.end(Verdict(code=EXIT_FAULT))
+                raise
+            _LOG.warning("%s; the run goes on without, and Ray starts them once there is room", problem)
+        else:
+            if started is None:
+                await self._drop_silent(mine)
+                return await self.end(_CUT_SHORT)
+            for about in started:
+                _LOG.info("%s runs on %s (node %s)%s", about.name, about.host, about.node[:8], f", GPU {about.gpus}" if about.gpus else "")
         verdict = await self._follow(wanted)
-        return await self._end(verdict)
+        return await self.end(verdict)
 
-    async def _clear_ended(self, wanted: list[str]) -> None:
-        """Who has ended, or runs with other settings, makes room for who is to run now. Who is being moved is let be."""
-        there = set(await self._fleet.names())
-        for name in sorted(there, key=_stop_rank):
-            about = await self._fleet.about(name, timeout_s=_STEADY_S)
-            if about is not None and (about.code is not None or about.digest != self._crew.settings.digest):
-                _LOG.info("%s of an earlier start is ended", name)
+    async def _drop_silent(self, names: list[str]) -> None:
+        """Those of them that have no process yet need no good order, and would not answer."""
+        found = await asyncio.gather(*(self._fleet.about(name, timeout_s=_PROMPT_S) for name in names))
+        await asyncio.gather(*(self._fleet.kill(name) for name, about in zip(names, found, strict=True) if about is None))
+
+    async def _clear_ended(self) -> None:
+        """Who has ended makes room, and so does what was reserved, if nobody sits in it any more: it may have been for another layout."""
+        there = await self._there()
+        ended = [name for name, about in there.items() if about is not None and about.code is not None]
+        for name in ended:
+            _LOG.info("%s of an earlier start has ended", name)
+            await self._crew.stop(name)
+        if ended and all(_is(name, PRODUCER) for name in there if name not in ended):
+            await asyncio.to_thread(give_back, self._crew.config.run.name)
+
+    async def _clear_others(self, wanted: list[str]) -> set[str]:
+        """Who runs with other settings makes room for who is to run now; the names of those that stay. Who is moved, or was added by others, is let be."""
+        stay = set()
+        for name, about in (await self._there()).items():
+            if name in wanted and about is not None and about.digest != self._crew.settings.digest:
+                _LOG.info("%s runs with other settings and is ended", name)
                 await self._crew.stop(name)
-            elif name in wanted:
+                continue
+            stay.add(name)
+            if name in wanted:
                 _LOG.info("%s goes on", name)
+        return stay
+
+    async def _there(self) -> dict[str, About | None]:
+        """Whoever is on the cluster, in the order of stopping, and what they tell; None: does not answer."""
+        names = sorted(await self._fleet.names(), key=_stop_rank)
+        return dict(zip(names, await asyncio.gather(*(self._fleet.about(name, timeout_s=_STEADY_S) for name in names)), strict=True))
 
     async def _follow(self, names: list[str]) -> Verdict:
         """Until the trainer has ended, or everyone has where there is none; until a fault that only a person can mend; or until `stop`."""
-        watches = {asyncio.create_task(self._fleet.ended(name), name=f"up:watch-{name}"): name for name in names}
+        watches = {asyncio.create_task(self._fleet.ended(name, tell=self._note), name=f"up:watch-{name}"): name for name in names}
         asked = asyncio.create_task(self._stop.wait(), name="up:stop")
         decides = TRAINER if any(name.startswith(TRAINER) for name in names) else PRODUCER
         try:
             while any(name.startswith(decides) for name in watches.values()):
                 await asyncio.wait({*watches, asked}, return_when=asyncio.FIRST_COMPLETED)
                 if asked.done():
-                    return Verdict(code=EXIT_DRAINED, cut_short=True)
+                    return _CUT_SHORT
                 for watch in [watch for watch in watches if watch.done()]:
                     if (verdict := self._judge(watches.pop(watch), watch.result())) is not None:
                         return verdict
@@ -198,25 +268,32 @@ class _Life:
                 return Verdict(code=EXIT_DRAINED)
             code = EXIT_FAULT if about.code == EXIT_REPLACED else about.code or EXIT_FAULT
             return Verdict(code=code, message=f"{name} ended (exit {about.code}):\n{about.message}", replaced=about.code == EXIT_REPLACED)
+        if about.gave_up:
+            return Verdict(code=EXIT_FAULT, message=f"{name} failed {about.failures} times and gave up, last with exit {about.code}:\n{about.message}")
         if about.code == EXIT_CONFIG:
             return Verdict(code=EXIT_CONFIG, message=f"{name} cannot run like this (exit 2):\n{about.message}")
         return None
 
-    async def _end(self, verdict: Verdict) -> Verdict:
-        """Everyone leaves, also who was added by others; then the summary is written where the trainer ran."""
+    async def end(self, verdict: Verdict) -> Verdict:
+        """Everyone leaves, also who was added by others; then the summary is written where the trainer ran. Worse than `verdict` where one did not end well."""
         names = await self._fleet.names()
         drains = verdict.code == EXIT_DRAINED and not verdict.cut_short
         for role in (TRAINER, PRODUCER, ENGINE):
             mine = [name for name in names if _is(name, role)]
             if drains and role in _ALONE_S:
                 await self._let_end(mine, within_s=_ALONE_S[role])
-            for about in await asyncio.gather(*(self._crew.stop(name) for name in mine)):
-                if about is not None and _is(about.name, TRAINER):
-                    self._trainer_node = about.node
+            for left in await asyncio.gather(*(self._crew.stop(name) for name in mine)):
+                if left.code or left.killed:
+                    self._note(f"{left.name} {left.how}")
+                if left.about is not None and role == TRAINER:
+                    self._trainer_node = left.about.node
+                verdict = weigh(verdict, left)
         told = f"run {self._crew.config.run.name} " + ("was stopped" if verdict.cut_short else "has ended")
         if not verdict.replaced and self._trainer_node:
             try:
                 told = f"{told} at step {await self._summarise()}: {self._crew.config.run.folder / 'summary.json'}"
+            except RunMissing:
+                told = f"{told} before its trainer had begun it"
             except RollstreamError as problem:
                 verdict = replace(verdict, code=verdict.code or EXIT_FAULT, message=verdict.message or f"the summary could not be written: {problem}")
         await asyncio.to_thread(give_back, self._crew.config.run.name)
@@ -243,6 +320,8 @@ class _Life:
             async with asyncio.timeout(_SUMMARY_S):
                 return int(await ray.remote(summarise).options(num_cpus=0, scheduling_strategy=where, max_retries=2).remote(self._crew.settings))
         except (RayError, TimeoutError) as problem:
+            if isinstance(problem, RunMissing):  # what a task raises is of its own class too
+                raise
             raise SummaryMissing(str(problem) or f"no answer within {_SUMMARY_S:.0f} s") from problem
 
     def _note(self, text: str) -> None:

@@ -26,6 +26,8 @@ from protocol.keys import Keys
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 2.0
+_PROBE_S = 60.0
+"""For all bundles of a group that has room to say where they lie."""
 _ALIVE = ("CREATED", "PENDING", "RESCHEDULING", "PREPARED")
 _GROUP = "group"
 """Field of the hash: id and shape of the group. The others are names of actors."""
@@ -66,7 +68,7 @@ def deal(placement: Placement, bundles: Iterable[Bundle], names: Mapping[Part, S
 async def reserve(
     placement: Placement, names: Mapping[Part, Sequence[str]], *, run: str, cpus: float, wait_s: float, client: Client
 ) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """The group of the run and the bundles of each actor: those of the group that is there, or of a new one.
+    """The group of the run and the bundles of each actor: those of the group that is there, or of a new one. A new one that is not dealt out is removed.
 
     Raises: `RayUnavailable` if the cluster has no room within `wait_s`: what was asked, what is there. `ConfigError` if the group that is there is of another
     layout, or the bundles found tear an engine apart.
@@ -88,13 +90,13 @@ async def reserve(
     group = await new_group(name, [{"GPU": 1.0, "CPU": cpus}] * placement.gpus + [{"CPU": cpus}] * placement.cpus, asked=placement.asked, wait_s=wait_s)
     try:
         dealt = deal(placement, await look(group), names)
-    except ConfigError:
-        await asyncio.to_thread(remove, group)
-        raise
-    with asking("placement"):
-        await client.delete(key)
         record: dict[str, object] = {**dealt, _GROUP: shape | {"id": group.id.hex()}}
-        await client.hset(key, mapping={field: orjson.dumps(value) for field, value in record.items()})
+        with asking("placement"):
+            await client.delete(key)
+            await client.hset(key, mapping={field: orjson.dumps(value) for field, value in record.items()})
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(remove, group))
+        raise
     return group, dealt
 
 
@@ -108,22 +110,32 @@ async def kept(client: Client, run: str) -> tuple[dict[str, Any], dict[str, tupl
 
 
 async def new_group(name: str, bundles: list[dict[str, float]], *, asked: str, wait_s: float, strategy: str = "PACK") -> Any:
-    """Raises: `RayUnavailable`; nothing stays reserved then."""
+    """Raises: `RayUnavailable`; nothing stays reserved then, nor when this is cancelled."""
     import ray
 
-    group = await asyncio.to_thread(lambda: ray.util.placement_group(bundles, strategy=strategy, name=name, lifetime="detached"))
+    making = asyncio.create_task(
+        asyncio.to_thread(lambda: ray.util.placement_group(bundles, strategy=strategy, name=name, lifetime="detached")), name="placement:make"
+    )
     try:
+        group = await asyncio.shield(making)
         await _wait(group, lambda: f"{_shape(bundles)} ({asked}; {strategy}); {free()}", wait_s)
     except BaseException:
-        await asyncio.shield(asyncio.to_thread(remove, group))
+        await asyncio.shield(_unmake(making))
         raise
     return group
+
+
+async def _unmake(making: asyncio.Task[Any]) -> None:
+    """A group may be made by a call that nobody waits for any more."""
+    await asyncio.wait((making,))
+    if making.exception() is None:
+        await asyncio.to_thread(remove, making.result())
 
 
 async def _wait(group: Any, said: Callable[[], str], wait_s: float) -> None:
     clock = asyncio.get_running_loop().time
     deadline, told = clock() + wait_s, False
-    while not await asyncio.to_thread(group.wait, max(0.1, min(_LOOK_S, deadline - clock()))):
+    while not await _to_its_end(asyncio.create_task(asyncio.to_thread(group.wait, max(0.1, min(_LOOK_S, deadline - clock()))))):
         if clock() >= deadline:
             raise RayUnavailable(f"placement: no room within {wait_s:.0f} s for {await asyncio.to_thread(said)}")
         if not told:
@@ -131,9 +143,21 @@ async def _wait(group: Any, said: Callable[[], str], wait_s: float) -> None:
             told = True
 
 
+async def _to_its_end(asked: asyncio.Task[bool]) -> bool:
+    """Also when it is cancelled: the connection to Ray must not be closed below a thread that asks it."""
+    try:
+        return await asyncio.shield(asked)
+    finally:
+        await asyncio.wait((asked,))
+
+
 async def look(group: Any) -> list[Bundle]:
-    """Where each bundle of the group lies now."""
-    found = await asyncio.gather(*(probe(group, index) for index in range(len(group.bundle_specs))))
+    """Where each bundle of the group lies now. Raises: `RayUnavailable` if one does not tell in time."""
+    try:
+        async with asyncio.timeout(_PROBE_S):
+            found = await asyncio.gather(*(probe(group, index) for index in range(len(group.bundle_specs))))
+    except TimeoutError as problem:
+        raise RayUnavailable(f"placement: the bundles of the group did not answer within {_PROBE_S:.0f} s; try again") from problem
     return [Bundle(index=index, node=node, address=address, gpu=gpu) for index, (node, address, gpu) in enumerate(found)]
 
 

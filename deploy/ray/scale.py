@@ -59,9 +59,9 @@ async def change(crew: Crew, role: str, count: int) -> tuple[list[str], list[str
     await asyncio.gather(*(crew.stop(name) for name in gone))
     free = (name for index in range(len(there) + len(own) + count) if (name := f"{role}-{index}") not in {*there, *own})
     added = [name for name, _ in zip(free, range(count - len(mine)), strict=False)]
-    for name in added:
-        await crew.start(name)
     try:
+        for name in added:
+            await crew.start(name)
         await crew.fleet.wait_started(added, within_s=crew.config.placement.wait_seconds)
     except BaseException:
         await asyncio.gather(*(crew.stop(name) for name in added))

@@ -40,3 +40,28 @@ class Wide(EngineActor):
 
     async def body(self, _path: str, stop: asyncio.Event) -> None:
         await stop.wait()
+
+
+class Hopeless(DaemonActor):
+    """Fails in each of its lives."""
+
+    max_failures = 1
+
+    async def body(self, _path: str, _stop: asyncio.Event) -> None:
+        raise RuntimeError("no such device")
+
+
+class Stubborn(DaemonActor):
+    """Does not hear that it is to stop."""
+
+    async def body(self, _path: str, _stop: asyncio.Event) -> None:
+        await asyncio.Event().wait()
+
+
+class Brief(DaemonActor):
+    """Has ended as soon as it has begun, and leaves at once."""
+
+    linger_s = 0.5
+
+    async def body(self, _path: str, _stop: asyncio.Event) -> None:
+        return

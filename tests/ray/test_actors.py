@@ -11,9 +11,10 @@ import pytest
 
 from deploy.ray.crew import seat
 from deploy.ray.placement_group import look, new_group, remove
-from producer.ray_actor import Settings
+from producer.ray_actor import Settings, namespace
 from producer.ray_fleet import Fleet, connected
-from tests.ray.bodies import Blocking, Failing, Refusing, Wide
+from protocol.errors import ConfigError
+from tests.ray.bodies import Blocking, Brief, Failing, Hopeless, Refusing, Stubborn, Wide
 from tests.ray.conftest import Simulated
 
 RUN = f"r-{uuid.uuid4().hex[:8]}"
@@ -51,10 +52,57 @@ async def test_an_actor_answers_while_its_body_blocks_and_is_stopped_all_the_sam
 async def test_a_body_that_fails_is_started_again_in_a_new_process_until_it_ends(fleet: Fleet, tmp_path: Path):
     tally = tmp_path / "tally"
     await fleet.start(Failing, "engine-0", Settings(run=RUN, text=str(tally)), cpus=0.1)
-    about = await fleet.ended("engine-0")
-    assert about.code == 0
+    told: list[str] = []
+    about = await fleet.ended("engine-0", tell=told.append)
+    assert (about.code, about.failures, about.message, about.gave_up) == (0, 2, "", False)
     assert about.moved
     assert tally.read_text() == "xxx"
+    assert told[-1] == "engine-0 is back; failure 2 was: not yet"
+
+
+async def test_a_body_that_always_fails_is_given_up_and_its_reason_outlives_its_processes(fleet: Fleet):
+    await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
+    about = await fleet.ended("engine-2")
+    assert (about.code, about.failures, about.gave_up, about.message) == (1, 2, True, "no such device")
+    await fleet.stop("engine-2")
+    await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
+    assert (await fleet.about("engine-2", timeout_s=60.0)).failures <= 1, "one that is started afresh has no past"
+
+
+async def test_who_had_to_be_killed_is_told_from_who_was_gone_and_from_who_had_no_process(fleet: Fleet):
+    await fleet.start(Stubborn, "producer-1", Settings(run=RUN, text=""), cpus=0.1)
+    await fleet.wait_started(["producer-1"], within_s=60.0)
+    killed = await fleet.stop("producer-1", within_s=2.0)
+    assert (killed.about, killed.killed, killed.answered, killed.code) == (None, True, True, 1)
+    gone = await fleet.stop("producer-1", within_s=2.0)
+    assert (gone.about, gone.killed, gone.code) == (None, False, 0)
+    await fleet.start(Stubborn, "producer-2", Settings(run=RUN, text=""), cpus=1000)
+    waiting = await fleet.stop("producer-2", within_s=2.0)
+    assert (waiting.killed, waiting.answered, waiting.code) == (True, False, 0)
+
+
+async def test_a_name_that_others_have_is_refused_and_one_that_has_ended_is_free(fleet: Fleet):
+    await fleet.start(Stubborn, "producer-3", Settings(run=RUN, text="", digest="theirs"), cpus=0.1)
+    await fleet.start(Refusing, "producer-4", Settings(run=RUN, text="", digest="theirs"), cpus=0.1)
+    await fleet.ended("producer-4")
+    with pytest.raises(ConfigError, match=r"^producer-3: there already"):
+        await fleet.refuse_others(["producer-3", "producer-4", "producer-5"], "ours")
+    await fleet.refuse_others(["producer-3", "producer-4"], "theirs")
+    assert "producer-4" not in await fleet.names()
+    assert "producer-3" in await fleet.names()
+
+
+async def test_two_that_leave_at_once_give_back_what_the_run_had_reserved(fleet: Fleet):
+    import ray
+
+    assert await fleet.names() == []
+    group = await new_group(namespace(RUN), [{"CPU": 0.1}], asked="a test", wait_s=30.0)
+    for name in ("producer-5", "producer-6"):
+        await fleet.start(Brief, name, Settings(run=RUN, text=""), cpus=0.1)
+    while await asyncio.to_thread(lambda: ray.util.placement_group_table(group)["state"]) != "REMOVED":
+        await asyncio.sleep(0.1)
+    while await fleet.names():
+        await asyncio.sleep(0.1)
 
 
 async def test_what_a_person_must_mend_is_not_tried_again(fleet: Fleet):
