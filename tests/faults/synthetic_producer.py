@@ -34,7 +34,7 @@ from weightsync.registry import BEAT_S, Registry
 class SyntheticSampler(Sampler):
     """Takes versions from the pool as sampling does, over an update of the weights if one comes, and makes up the rest."""
 
-    async def sample(self, chosen: Chosen, prompt: list[int], *, min_version: Version | None, sampling: Sampling, rid: str) -> Sampled:
+    async def sample(self, chosen: Chosen, prompt: list[int], *, min_version: Version | None, sampling: Sampling, rid: str, prefix: str = "") -> Sampled:
         _, seq, attempt, i = rid.split("-")
         first = await self._version(min_version)
         await asyncio.sleep(random.uniform(0.0, 0.02))  # what sampling takes: versions change meanwhile, groups overtake each other
