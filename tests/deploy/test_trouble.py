@@ -169,7 +169,7 @@ async def test_a_relay_that_is_behind_and_what_it_could_not_copy_are_seen(pictur
     await emit(redis, keys, "copy_failed", {"relay_id": "a", "folder": "/f", "version": "1:1", "reason": "No space left on device"})
     now = await picture()
     behind, level = live.carriers(now)
-    assert behind.startswith("relay a: 1:0 whole (1 steps behind the newest), ")
+    assert behind.startswith("relay a: 1:0 whole (1 step behind the newest), ")
     assert level.startswith("relay b: 1:1 whole, ")
     assert "copy failed: relay_id a, folder /f, version 1:1, reason No space left on device" in [live.describe(event) for event in now.events]
     assert f'rollstream_relay_lag_steps{{relay="a",run="{keys.run}"}} 1.0' in metrics.exposition(now, keys.run).decode()
