@@ -57,7 +57,7 @@ async def test_a_body_that_fails_is_started_again_in_a_new_process_until_it_ends
     assert (about.code, about.failures, about.message, about.gave_up) == (0, 2, "", False)
     assert about.moved
     assert tally.read_text() == "xxx"
-    assert told[-1] == "engine-0 is back; failure 2 was: not yet"
+    assert "engine-0 is back; failure 2 was: not yet" in told, "once, by whichever life is asked after it"
 
 
 async def test_a_body_that_always_fails_is_given_up_and_its_reason_outlives_its_processes(fleet: Fleet):
