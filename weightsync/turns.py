@@ -48,15 +48,6 @@ HOLDERS = {Turn.GENERATE: Holder.ENGINE, Turn.SCORE: Holder.REWARD, Turn.TRAIN: 
 _TURNS = {holder: turn for turn, holder in HOLDERS.items()}
 
 
-def schedule(*, scored: bool) -> tuple[Turn, ...]:
-    """The turns of one step. `scored`: reward engines have a turn of their own on the device.
-
-    >>> [str(turn) for turn in schedule(scored=True)]
-    ['generate', 'score', 'train']
-    """
-    return (Turn.GENERATE, Turn.SCORE, Turn.TRAIN) if scored else (Turn.GENERATE, Turn.TRAIN)
-
-
 @dataclass(frozen=True, slots=True)
 class Standing:
     """Whose turn it is, and who holds memory."""
@@ -66,9 +57,6 @@ class Standing:
     """Turns so far in the life of the run; 0: none was given yet, and the engines have it."""
     holders: frozenset[str]
     """`role:id` of each that is alive."""
-
-    def others(self, role: Holder) -> frozenset[str]:
-        return frozenset(one for one in self.holders if not one.startswith(f"{role}:"))
 
 
 class Turns:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Never
 
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
-from producer.engine.hosted import EngineFault, Figures
+from producer.engine.hosted import Figures
 from producer.engine.key import admin_key, engine_key
 from protocol.errors import ConfigError
 
@@ -94,12 +94,7 @@ class InProcess:
         pass
 
     async def failed(self) -> Never:
-        from producer.engine.embedded.worker import EngineFault as ThreadEnded
-
-        try:
-            await self._engine.failed()
-        except ThreadEnded as problem:
-            raise EngineFault(str(problem)) from problem
+        await self._engine.failed()
         raise AssertionError
 
     async def until_idle(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import Fenced, LedgerRegressed
 from protocol.wakeups import Topic
-from weightsync.turns import HOLDERS, Holder, Turn, Turns, renew, schedule
+from weightsync.turns import HOLDERS, Holder, Turn, Turns, renew
 
 pytestmark = pytest.mark.redis
 
@@ -23,7 +23,7 @@ async def test_a_run_begins_with_the_engines(turns: Turns):
     assert (standing.turn, standing.number, standing.holders) == (Turn.GENERATE, 0, frozenset())
     assert await turns.take(Holder.ENGINE, "e0", "b1")
     assert not await turns.take(Holder.TRAINER, "t", "b1")
-    assert (await turns.read()).others(Holder.TRAINER) == {"engine:e0"}
+    assert (await turns.read()).holders == {"engine:e0"}
 
 
 async def test_the_trainer_has_the_device_once_every_engine_has_let_go(rig: Any, turns: Turns):
@@ -94,11 +94,6 @@ async def test_who_waits_for_the_device_is_woken_when_the_last_lets_go(rig: Any,
         await turns.give(Holder.ENGINE, "e0", "b1")
         await waiting
         assert rig.wakes.mark(Topic.RUN) != seen
-
-
-def test_reward_engines_come_between_generation_and_training():
-    assert schedule(scored=True) == (Turn.GENERATE, Turn.SCORE, Turn.TRAIN)
-    assert schedule(scored=False) == (Turn.GENERATE, Turn.TRAIN)
 
 
 @pytest.mark.parametrize("seed", range(5))

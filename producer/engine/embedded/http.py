@@ -9,7 +9,7 @@ import orjson
 from aiohttp import web
 
 from producer.engine.embedded.request import BadBody, BadRequest
-from producer.engine.embedded.worker import EngineFault
+from producer.engine.hosted import EngineFault
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Routes: TypeAlias = dict[str, Handler]

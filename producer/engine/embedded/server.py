@@ -26,7 +26,8 @@ from producer.engine.embedded.status_routes import Settings, StatusRoutes
 from producer.engine.embedded.stream import DONE, Events, error_event
 from producer.engine.embedded.updates import Updates
 from producer.engine.embedded.weight_routes import WeightRoutes
-from producer.engine.embedded.worker import Counters, EngineFault, Worker
+from producer.engine.embedded.worker import Counters, Worker
+from producer.engine.hosted import EngineFault
 from protocol.errors import ConfigError
 
 _MAX_BODY_BYTES = 256 << 20

@@ -36,7 +36,7 @@ from producer.engine.embedded.memory import Memory
 from producer.engine.embedded.model import SlotModel
 from producer.engine.embedded.request import Request
 from producer.engine.embedded.text import whole_text
-from protocol.errors import RollstreamError
+from producer.engine.hosted import EngineFault
 
 _NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or finish them, then call /flush_cache."
@@ -45,10 +45,6 @@ _PREFILL_TOKENS = 16384
 """Padded tokens of one prefill, or one request: many long contexts at once, as after a retraction, would keep commands waiting for seconds."""
 _ADMIT_WAIT_STEPS = 3
 """Newcomers that would be a small prefill wait this many decode steps at most for company: a prefill costs as much as a decode step."""
-
-
-class EngineFault(RollstreamError):
-    """The engine's own thread ended; nothing can be generated any more."""
 
 
 @dataclass(slots=True)

@@ -97,10 +97,10 @@ class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _do_without_kernels() -> None:
-    import torch
+    from torch import library as operators
 
     for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        operators.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     sys.meta_path.insert(0, _KernelFinder())
 
 

@@ -97,6 +97,7 @@ async def test_an_idle_one_is_asked_too_and_lives_on_what_it_writes():
     async with watched() as (engine, _, watching, _):
         await goes_on(watching)
         assert engine.probes > 1
+        await watching.until_idle()  # a look after the last token
         assert watching.figures.generated_tokens == engine.tokens
         assert watching.idle
 
