@@ -22,7 +22,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -126,8 +126,9 @@ class Mirror:
     async def _collect(self, needed: Version, *, keep: int) -> int:
         """Delete copies that nobody needs: all but the newest `keep`, `needed`, what engines hold, and what is newer than the newest (of a run before this).
 
-        How many went.
+        How many went. Only what was here before the newest version was read is judged by it: a copy of one published since is newer, and right.
         """
+        here = await asyncio.to_thread(self._here)
         pinned: frozenset[Version] = frozenset()
         newest: Version | None = None
         if self._channel is not None:
@@ -135,7 +136,7 @@ class Mirror:
                 newest, pinned = await self._channel.newest_version(), await self._channel.pinned()
             except Unavailable:  # not knowing what is held: the next version's turn
                 return 0
-        return await asyncio.to_thread(self._drop, {needed, *pinned}, newest, keep)
+        return await asyncio.to_thread(self._drop, here, {needed, *pinned}, newest, keep)
 
     def _attempt(self, manifest: Manifest, stopped: Stopped, *, alone: bool) -> tuple[Path, bool] | None:
         """The copy, and whether it was made now; None while another process is at work, unless it is not waited for any more (`alone`)."""
@@ -287,15 +288,22 @@ class Mirror:
         failpoint(Failpoint.RELAY_RENAMED)
         return target
 
-    def _drop(self, needed: Collection[Version], newest: Version | None, keep: int) -> int:
+    def _here(self) -> dict[Version, int]:
+        """The copies of this machine, and which folder each is: one made anew is another."""
+        found: dict[Version, int] = {}
+        for version in self._local.versions():
+            with contextlib.suppress(FileNotFoundError):
+                found[version] = self._local.path(version).stat().st_ino
+        return found
+
+    def _drop(self, listed: Mapping[Version, int], needed: Collection[Version], newest: Version | None, keep: int) -> int:
         with self._lock() as mine:
             if not mine:  # whoever holds it will do it
                 return 0
-            here = self._local.versions()
-            stale = {version for version in here if newest is not None and version > newest}
-            newer = sorted(set(here) - stale)
+            here = sorted(listed.items() & self._here().items())
+            newer = [version for version, _ in here if newest is None or version <= newest]
             kept = {*needed, *newer[max(0, len(newer) - keep) :]}
-            gone = [version for version in here if version not in kept]
+            gone = [version for version, _ in here if version not in kept]
             for version in gone:
                 self._local.delete(version)
                 self._right.pop(version, None)

@@ -219,7 +219,11 @@ class DirectoryStore:
         with self.open(manifest) as tensors:
             check_tensors(manifest, tensors)
         files = by_file(manifest)
-        for path in Path(manifest.location).iterdir():
+        try:
+            found = list(Path(manifest.location).iterdir())
+        except FileNotFoundError as problem:
+            raise VersionGone(f"version {manifest.version}: {manifest.location} is gone") from problem
+        for path in found:
             if is_weights(path) and path.name not in files:
                 raise ManifestError(f"version {manifest.version}: {path} is not in the manifest, and an engine would load it")
 

@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import weightsync.store
 from protocol.errors import ApplyFailed, ManifestError, TransportFailed, VersionGone
 from protocol.failpoints import VARIABLE, Failpoint
 from protocol.messages import Manifest
@@ -336,6 +337,46 @@ async def test_newer_copies_of_a_run_before_this_one_do_not_push_out_what_is_nee
         await rig.channel.publish(made[n], 1)
         holds(await mirror.ensure(made[n], deadline_s=DEADLINE_S), weights(n))
     assert {path.name for path in folder.glob("v*")} == {"v1-2"}
+
+
+class Overtaken:
+    """A channel whose newest version is read before one more is published, which another process of the machine copies at once."""
+
+    def __init__(self, newest: Version, then: Callable[[], Awaitable[object]]) -> None:
+        self._newest, self._then = newest, then
+
+    async def newest_version(self) -> Version:
+        await self._then()
+        return self._newest
+
+    async def pinned(self) -> frozenset[Version]:
+        return frozenset()
+
+
+async def test_a_copy_of_a_version_published_meanwhile_is_not_taken_for_one_of_a_run_before(place: Place, versions: VersionStore, folder: Path):
+    made = chain(versions, 2)
+    other = Mirror(folder, place.open(writer=False))
+    channel: Any = Overtaken(Version(1, 1), lambda: other.ensure(made[2], deadline_s=DEADLINE_S))
+    await Mirror(folder, place.open(writer=False), channel).ensure(made[1], deadline_s=DEADLINE_S)
+    holds(folder / "v1-2", weights(2))
+    assert (await other.ensure(made[2], deadline_s=DEADLINE_S), other.totals.deltas) == (folder / "v1-2", 1)
+
+
+async def test_a_copy_that_goes_while_it_is_looked_at_is_made_again(place: Place, versions: VersionStore, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    made = chain(versions, 1)
+    await Mirror(folder, place.open(writer=False)).ensure(made[1], deadline_s=DEADLINE_S)
+    goes = iter([True])
+    check = weightsync.store.check_tensors
+
+    def checked(manifest: Manifest, tensors: Any) -> None:
+        check(manifest, tensors)
+        if next(goes, False):
+            DirectoryStore(folder).delete(manifest.version)
+
+    monkeypatch.setattr(weightsync.store, "check_tensors", checked)
+    mirror = Mirror(folder, place.open(writer=False))
+    holds(await mirror.ensure(made[1], deadline_s=DEADLINE_S), weights(1))
+    assert mirror.totals.deltas == 1
 
 
 # -- the transport -------------------------------------------------------------------------------------------------------------------------------
