@@ -78,7 +78,8 @@ def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup
     _check(seqs, siblings, counts, spans, record)
     tokens, trainable = int(counts.kept.sum()), sum(sum(header.trainable.values()) for header, _ in groups)
     sampled, kept = counts.sampled.reshape(-1), counts.kept.reshape(-1)
-    buckets = np.array([length_bucket(length) for length in sampled.tolist()], dtype=np.int64)
+    found, which = np.unique(sampled, return_inverse=True)
+    buckets = np.array([length_bucket(length) for length in found.tolist()], dtype=np.int64)[which]
     return ChunkBatch(
         groups=siblings,
         seqs=seqs,

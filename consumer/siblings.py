@@ -24,7 +24,7 @@ from protocol.versions import Version
 
 IndexArray = NDArray[np.int64]
 _BLOCKS = Blocks()
-_NO_SPANS = np.zeros((0, 5), dtype=np.int32)
+_NO_SPANS, _NO_TOKENS = np.zeros((0, 5), dtype=np.int32), np.zeros(0, dtype=np.int32)
 _RUNS_A_ROLLOUT = 4
 """Copying run by run costs a microsecond a run; where there are more, it is cheaper to pick tokens."""
 
@@ -126,7 +126,7 @@ def lay(laid: Sequence[Columns], spans: Spans, advantages: Advantages) -> tuple[
     chunk, (lengths,) = _Chunk(laid, spans), np.diff(spans.edges, axis=0)
     total = np.append(0, np.cumsum(lengths))[list(spans.cuts)]
     for i, (one, runs, covered) in enumerate(zip(laid, _runs(spans), np.diff(total).tolist(), strict=True)):
-        if runs is not None and np.count_nonzero(one.mask.view(np.bool_)) == covered:
+        if runs is not None and np.count_nonzero(one.mask) == covered:
             chunk.copy(one, runs)
         else:
             chunk.pick(i, one)
@@ -146,8 +146,9 @@ class _Chunk:
         block = _BLOCKS.take(20 * room)
         self._targets, rest = block[: 8 * room].view(np.int64), block[8 * room :].view(np.float32).reshape(3, room)
         self._behaviour, self._advantage, self._tokens = rest[0], rest[1], rest[2].view(np.int32)
+        np.concatenate([_NO_TOKENS, *(one.tokens for one in laid)], out=self._tokens)
         self._ramp = np.arange(max((len(one.tokens) for one in laid), default=0))
-        self._ends, self._token_ends = [0], [0]
+        self._ends, self._token_ends = [0], list(itertools.accumulate((len(one.tokens) for one in laid), initial=0))
 
     def copy(self, one: Columns, runs: Sequence[tuple[int, int]]) -> None:
         """The next group, all of whose tokens in these runs enter the loss, and no others."""
@@ -156,7 +157,7 @@ class _Chunk:
             start, end = end, end + high - low
             self._targets[start:end] = self._ramp[low:high]
             self._behaviour[start:end] = one.logprobs[low:high]
-        self._lay_tokens(one, end)
+        self._ends.append(end)
 
     def pick(self, i: int, one: Columns) -> None:
         """The next group, whatever its mask."""
@@ -180,20 +181,14 @@ class _Chunk:
         start, end = self._ends[-1], self._ends[-1] + len(found)
         self._targets[start:end] = found
         self._behaviour[start:end] = one.logprobs[mask]
-        self._lay_tokens(one, end)
-
-    def _lay_tokens(self, one: Columns, end: int) -> None:
-        start = self._token_ends[-1]
-        self._tokens[start : start + len(one.tokens)] = one.tokens
         self._ends.append(end)
-        self._token_ends.append(start + len(one.tokens))
 
     def siblings(self, advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
         """All of it, once every group is laid."""
         spans, out = self._spans, ~self._spans.enter
         kept = self._sampled - sums(spans.rollouts[out], self._in_span[out], self._sampled.size).reshape(self._sampled.shape)
         end = 0
-        for count, advantage in zip(kept.reshape(-1).tolist(), advantages.reshape(-1), strict=True):
+        for count, advantage in zip(kept.reshape(-1).tolist(), advantages.reshape(-1).tolist(), strict=True):
             start, end = end, end + count
             self._advantage[start:end] = advantage
         context = self._first - spans.starts[:, :-1]

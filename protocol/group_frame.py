@@ -45,17 +45,17 @@ def read_in_place(frame: bytes | memoryview) -> tuple[dict[str, Array], dict[str
         found = match(frame, at)
         if found is None:
             return None
-        rows, size = found.groups()
-        items, at = columns * int.from_bytes(rows[1:] or rows, "big"), found.end()
-        if not 0 < items * dtype.itemsize == int.from_bytes(size[1:], "big") <= total - at:
+        rows, told = found.groups()
+        items, size, at = columns * int.from_bytes(rows[1:] or rows, "big"), int.from_bytes(told[1:], "big"), found.end()
+        if not 0 < items * dtype.itemsize == size <= total - at:
             return None
         array = np.frombuffer(frame, dtype, items, at)
         arrays[name] = array if columns == 1 else array.reshape(-1, columns)
-        at += array.nbytes
+        at += size
     if total - at > _REST_BYTES:
         return None
     try:
         rest = msgpack.unpackb(bytes([head[1][0] - len(_NAMES)]) + frame[at:], raw=False, strict_map_key=True)
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException):
         return None
-    return None if _NAMES & rest.keys() else (arrays, rest)
+    return (arrays, rest) if _NAMES.isdisjoint(rest) else None

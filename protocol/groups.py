@@ -124,8 +124,6 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
     for name in ("tokens", "mask", "logprobs"):
         if len(arrays[name]) != total:
             raise DecodeError(name, f"{len(arrays[name])} entries, expected {total} by lengths")
-    if total and mask.max() > 1:
-        raise DecodeError("mask", f"holds {mask.max()}, expected 0 and 1")
     metas = rest.get("rollouts")
     if not isinstance(metas, list) or len(metas) != len(lengths) or len(rewards) != len(lengths):
         raise DecodeError("rollouts", f"expected {len(lengths)} rollouts and rewards by lengths")
@@ -228,16 +226,21 @@ def _check_spans(table: IntArray, lengths: Sequence[int], starts: Sequence[int],
             gaps.append((starts[rollout] + floor, starts[rollout] + start))
         floors[rollout] = end
     gaps += [(start + floor, start + length) for start, floor, length in zip(starts, floors, lengths, strict=False) if floor < length]
-    _check_covered(mask, sorted(gaps), starts)
+    _check_mask(mask, sorted(gaps), starts)
     return table
 
 
-def _check_covered(mask: MaskArray, gaps: Sequence[tuple[int, int]], starts: Sequence[int]) -> None:
-    """`gaps` are the tokens in no span, ascending."""
-    cuts = [bound for gap in gaps for bound in gap]
-    if cuts and cuts[-1] == len(mask):
+def _check_mask(mask: MaskArray, gaps: Sequence[tuple[int, int]], starts: Sequence[int]) -> None:
+    """It holds 0 and 1, and only 0 in `gaps`: the tokens in no span, ascending."""
+    if not len(mask):
+        return
+    cuts = [0, *(bound for gap in gaps for bound in gap)]
+    if cuts[-1] == len(mask):
         cuts.pop()
-    if cuts and any(np.maximum.reduceat(mask, cuts)[::2].tolist()):
+    most: list[int] = np.maximum.reduceat(mask, cuts).tolist()  # between the cuts: around a gap, in it, and so on
+    if max(most) > 1:
+        raise DecodeError("mask", f"holds {max(most)}, expected 0 and 1")
+    if any(most[1::2]):
         bare = np.concatenate([start + np.flatnonzero(mask[start:end]) for start, end in gaps])
         rollout = bisect_right(starts, bare[0]) - 1
         raise DecodeError(f"rollouts[{rollout}].spans", f"{len(bare)} tokens with mask 1 lie in no span, so nobody knows their version")

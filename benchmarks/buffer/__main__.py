@@ -23,6 +23,7 @@ from benchmarks.buffer.meter import Cost, machine, measure, median
 from benchmarks.buffer.sides import Ceiling, CeilingBatched, InProcess, RedisStream, Rollstream, Side
 from benchmarks.buffer.table import by_length, heading, print_costs, print_facts, print_ways, ratios
 from benchmarks.buffer.tensors import lease_to_tensors
+from consumer.blocks import keep_freed_memory
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
 
@@ -103,15 +104,17 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
 
 async def _ways(client: Client, loads: dict[int, Load], options: argparse.Namespace, result: dict[str, object]) -> None:
     ways = [
-        await lease_to_tensors(client, one, groups, chunk=64, rounds=max(2, options.rounds * 64 // groups))
+        await lease_to_tensors(client, one, groups, chunk=64, rounds=options.rounds)
         for groups in (64, 512)
         for one in loads.values()
         if groups == 64 or options.divide == 1
     ]
     print_ways(ways)
-    for name, groups in (("chunk64_vs_raw_get", 64), ("batch512_vs_raw_get", 512)):
-        result[name] = {way.tokens: way.ratio for way in ways if way.groups == groups}
-        result[f"{name}_cpu"] = {way.tokens: way.cpu_ratio for way in ways if way.groups == groups}
+    for name, groups in (("chunk64", 64), ("batch512", 512)):
+        found = {way.tokens: way for way in ways if way.groups == groups}
+        result[f"{name}_vs_raw_get"] = {tokens: way.over_raw.wall for tokens, way in found.items()}
+        result[f"{name}_vs_raw_get_cpu"] = {tokens: way.over_raw.cpu for tokens, way in found.items()}
+        result[f"{name}_vs_raw_mget_cpu"] = {tokens: way.over_batched.cpu for tokens, way in found.items()}
 
 
 async def _scale(client: Client, loads: dict[int, Load], options: argparse.Namespace, result: dict[str, object]) -> None:
@@ -131,9 +134,15 @@ def main() -> int:
     parser.add_argument("--divide", type=int, default=1, help="a quick look: so many times fewer groups")
     parser.add_argument("--no-ray", action="store_true", help="without the peers on Ray")
     parser.add_argument("--tensors-only", action="store_true", help="only the way from a lease to tensors")
+    parser.add_argument(
+        "--keep-freed", action="store_true", help="the C allocator of this process keeps what is freed, as that of rl-trainer does; for all sides"
+    )
+    options = parser.parse_args()
+    if options.keep_freed and not keep_freed_memory():
+        parser.error("--keep-freed: the C allocator of this system is not glibc's")
     result = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with result as runner:
-        found = runner.run(run(parser.parse_args()))
+        found = runner.run(run(options))
     sys.stdout.write(orjson.dumps(found, option=orjson.OPT_NON_STR_KEYS).decode() + "\n")
     return 0
 

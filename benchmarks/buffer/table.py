@@ -55,11 +55,11 @@ def by_length(found: Mapping[int, Mapping[str, float]]) -> dict[str, dict[int, f
 
 
 def print_ways(ways: Iterable[Way]) -> None:
-    print("\nlease to tensors over bare GET       wall    CPU   ours, bare: us a group wall, CPU")
+    print("\nlease to tensors              over GET: wall, CPU   over MGET: wall, CPU   us a group, wall and CPU: ours, GET, MGET")
     for way in ways:
-        ours, raw = way.ours, way.raw
-        figures = f"{ours.wall_us:8.0f}{ours.client_us:8.0f}{raw.wall_us:8.0f}{raw.client_us:8.0f}"
-        print(f"{way.groups:>4} groups of 8 x {way.tokens:<14}{way.ratio:>8.2f}{way.cpu_ratio:>7.2f}   {figures}")
+        over = "".join(f"{one.wall:14.2f}{one.cpu:8.2f}" for one in (way.over_raw, way.over_batched))
+        figures = "".join(f"{one.wall_us:9.0f}{one.client_us:7.0f}" for one in (way.ours, way.raw, way.batched))
+        print(f"{way.groups:>4} groups of 8 x {way.tokens:<8}{over}   {figures}")
 
 
 def print_facts(result: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from buffer.client import ProducerBuffer, TrainerBuffer
 from buffer.contract import Granted, Slot
-from protocol.codec import digest, encode_group
+from protocol.codec import decode_group, digest, encode_group
 from protocol.errors import RedisUnavailable, RunEnded, SlotLost
 from protocol.messages import Edge, GroupHeader, Reason, Rollout, RolloutGroup, Span
 from protocol.versions import Version
@@ -242,6 +242,30 @@ async def test_a_slow_batch_holds_up_no_other_and_two_are_read_at_once(on_redis:
         _, groups = await trainer.fetch(chunk)
     assert [header.seq for header, _ in groups] == [0, 1, 2, 3]
     assert most == 2
+
+
+async def test_others_on_the_event_loop_have_their_turn_while_many_groups_are_decoded(
+    on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.client._DECODED_AT_ONCE", 2)
+    incarnation = await on_redis.start(settings(chunk_groups=4))
+    producer, trainer = ProducerBuffer(on_redis.ledger, waker, "p1"), TrainerBuffer(on_redis.ledger, waker, incarnation)
+    for slot in await producer.reserve(4, BIG):
+        header, payload, _ = group_for(slot)
+        await producer.put(header, payload)
+    await on_redis.ledger.open_step(incarnation, 1)
+    chunk = await trainer.lease(1, 0)
+    turns: list[str] = []
+
+    def decoded(payload: bytes) -> RolloutGroup:
+        if not turns:
+            asyncio.get_running_loop().call_soon(turns.append, "other")
+        turns.append("decoded")
+        return decode_group(payload)
+
+    monkeypatch.setattr("buffer.client.decode_group", decoded)
+    await trainer.fetch(chunk)
+    assert turns == ["decoded", "other", "decoded", "decoded", "decoded"]
 
 
 async def test_a_read_that_fails_ends_the_one_beside_it(on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,16 @@ def test_a_hostile_field_is_refused_by_name(fields: dict[str, Any], place: str) 
         decode_group(changed(**fields))
 
 
+@pytest.mark.parametrize("rows", [WHOLE, ((0, 1, 7, 3, 4), (0, 1, 7, 5, 6), WHOLE[1]), ((0, 1, 7, 0, 6), (1, 1, 7, 0, 5)), ()])
+@pytest.mark.parametrize("at", range(11))
+def test_a_mask_that_is_neither_0_nor_1_is_refused_wherever_it_lies(rows: tuple[tuple[int, int, int, int, int], ...], at: int) -> None:
+    mask = np.zeros(11, dtype="|u1")
+    decode_group(changed(spans=spans(*rows), mask=pack(mask)))
+    mask[at] = 255
+    with pytest.raises(DecodeError, match="mask: holds 255, expected 0 and 1"):
+        decode_group(changed(spans=spans(*rows), mask=pack(mask)))
+
+
 def test_rollouts_without_their_own_facts_take_defaults() -> None:
     first = decode_group(changed(rollouts=metas(), extras=...)).rollouts[0]
     assert (first.finish_reason, first.engine_id, first.metadata) == ("stop", "", {})
