@@ -14,13 +14,15 @@ arrows are followed to the one that waits for nobody: that is the edge reported,
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from buffer.contract import LedgerStatus, RunState
 from protocol.messages import Edge, EngineState, EngineStatus, ProducerStatus, Reason, TrainerStatus
 from protocol.versions import Version
 
+_ROUTER = "router"
+"""What producers call all engines behind a router."""
 _NAMED = 3
 """Members named in a sentence; the rest are a number."""
 
@@ -171,7 +173,8 @@ class _Look:
         if self._trainer is None and not self._recorded:
             return None  # nobody publishes, nobody frees bytes: `trainer_gone` says it
         if no_version := no_engine + _waiting(self._seen, Edge.NO_VERSION):
-            return self._no_version(no_version, routable)
+            resting = self._resting(routable)
+            return self._all_rest(no_engine, resting) if resting else self._no_version(no_version, routable)
         if no_budget := _waiting(self._seen, Edge.NO_BUDGET):
             return self._no_budget(no_budget)
         first = _waiting(self._seen, Edge.FIRST_EVALUATION)
@@ -196,6 +199,25 @@ class _Look:
             waiting=self._and_trainer(waiting),
             why=f"no engine may be asked: {_some(states)}" if states else "no engine is registered",
             what_to_do="look at the logs of the engines" if states else "start `rollstream engine`",
+        )
+
+    def _resting(self, routable: Sequence[EngineStatus]) -> dict[str, str]:
+        """Why engines that may be asked are left alone by those who wait for one; empty, where one of these may ask one."""
+        found: dict[str, str] = {}
+        for one in self._seen.producers:
+            if one.waiting_for is Edge.NO_ENGINE:
+                if not ({engine.engine_id for engine in routable} <= one.resting.keys() or _ROUTER in one.resting):
+                    return {}
+                found |= one.resting
+        return found
+
+    def _all_rest(self, waiting: Sequence[_Wait], resting: Mapping[str, str]) -> Stall:
+        return Stall(
+            edge=Edge.NO_ENGINE,
+            since=_earliest(waiting),
+            waiting=self._and_trainer(waiting),
+            why=f"every engine that may be asked rests, as requests failed there: {_some([f'{engine} ({why})' for engine, why in sorted(resting.items())])}",
+            what_to_do="look at the logs of the engines and of the producers",
         )
 
     def _no_version(self, waiting: Sequence[_Wait], routable: Sequence[EngineStatus]) -> Stall:

@@ -53,8 +53,9 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     scale.add_argument("count", type=_index, metavar="N", help="how many there are to be")
     scale.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help="the run's Ray cluster; default: ray.address, else auto")
     scale.description = (
-        "Have N producers or engines of a run on Ray. Returns once those that were added have a place and those that were too many have left, in good order. "
-        "A run on one machine keeps its number of processes. Exit codes: 0 done, 2 bad configuration, 75 no room on the cluster."
+        "Have N producers or engines, of a run that `rollstream up` runs on this machine or on Ray; engines of an evaluation's own are not counted. Returns "
+        "once those that were added have announced themselves (on Ray: have a place) and those that were too many have left, in good order. Exit codes: 0 "
+        "done, 1 who was added cannot run, 2 bad configuration or no `up`, 75 not all there in time (placement.wait_seconds)."
     )
     engine = _with_file(commands, "engine", _engine, "one engine host: an engine with its reconciler")
     engine.add_argument("--index", type=_index, default=0, metavar="I", help="which of the run's engines this is: 0, 1, …")
@@ -205,7 +206,7 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from deploy.ray.scale import scale
+    from deploy.scale import scale
 
     return scale(options)
 

@@ -20,12 +20,12 @@ from protocol.config import DataConfig, ModelConfig, PlacementConfig, RayConfig,
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
 
-_LAST_PORT = 65535
+LAST_PORT = 65535
 
 
 class HttpConfig(Section):
     host: str = Field("127.0.0.1", description="Address the HTTP service listens on; 0.0.0.0: every interface.")
-    port: int = Field(8765, ge=0, le=_LAST_PORT, description="Port of the HTTP service. 0: no service inside `rollstream up`.")
+    port: int = Field(8765, ge=0, le=LAST_PORT, description="Port of the HTTP service. 0: no service inside `rollstream up`.")
 
 
 class ReaderConfig(Tree):
@@ -64,7 +64,7 @@ class UpConfig(Tree):
     @model_validator(mode="after")
     def _ports_fit(self) -> UpConfig:
         port, count, evals = self.engine.port, self.engine.count, self.eval.engines
-        if port and port + count + evals - 1 > _LAST_PORT:
+        if port and port + count + evals - 1 > LAST_PORT:
             raise ValueError(
                 f"engine.port {port} leaves no room for {count} engines and the {evals} of eval.engines, which take the ports after them: lower it, or use 0 "
                 "for free ports"

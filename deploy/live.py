@@ -20,7 +20,7 @@ from rich.text import Text
 
 from deploy.snapshot import Picture, PictureSource
 from deploy.tally import WINDOW_STEPS
-from deploy.trouble import channel, in_short, troubles
+from deploy.trouble import channel, in_short, rests, troubles
 from deploy.up.supervisor import Child, Life, Phase
 from protocol.errors import RollstreamError
 from protocol.messages import EngineState, EngineStatus, Event
@@ -198,7 +198,7 @@ def _members(picture: Picture) -> RenderableType:
             busy,
             str(engine.updates),
         )
-    wrong = [*(trouble.sentence for trouble in troubles(picture)), *channel(picture)]
+    wrong = [*(trouble.sentence for trouble in troubles(picture)), *channel(picture), *rests(picture)]
     return Group(table, *(Text(told, style="yellow") for told in wrong), *(Text(told, style="dim") for told in carriers(picture)))
 
 
@@ -237,6 +237,8 @@ def _processes(lives: Mapping[Child, Life]) -> RenderableType:
     text = Text("processes  ", style="dim")
     style = {Phase.RUNNING: "green", Phase.WAITING: "bold yellow", Phase.STOPPING: "yellow", Phase.DONE: "dim"}
     for child, life in lives.items():
+        if not (life.wanted or life.alive):
+            continue
         restarts = f" ↻{life.restarts}" if life.restarts else ""
         text.append(f"{child}{restarts}  ", style=style[life.phase])
     return text

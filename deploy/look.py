@@ -17,7 +17,7 @@ from deploy.config import ReaderConfig, UpConfig, reader_url
 from deploy.http import bodies, evals
 from deploy.live import carriers, line
 from deploy.snapshot import Picture, picture_source
-from deploy.trouble import channel, troubles
+from deploy.trouble import channel, rests, troubles
 from protocol.config import load
 from protocol.errors import RedisUnavailable, RunMissing
 from weightsync.aim import EVAL_FLEET
@@ -96,6 +96,7 @@ _BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = Mapp
             "engines": bodies.engines,
             "producers": bodies.producers,
             "trainers": bodies.trainers,
+            "launchers": bodies.launchers,
             "journal": bodies.journal,
             "evals": evals.evals,
         },
@@ -107,7 +108,7 @@ _BODIES: MappingProxyType[str, dict[str, Callable[[Picture], BaseModel]]] = Mapp
 
 
 def _status(picture: Picture) -> list[Table | str]:
-    parts = [line(picture), *_blocked(picture), *_troubles(picture), *_storage(picture), *carriers(picture)]
+    parts = [line(picture), *_blocked(picture), *_troubles(picture), *_storage(picture), *carriers(picture), *_launchers(picture)]
     return [*parts, *_evaluated(picture), _engines_table(picture), _producers_table(picture)]
 
 
@@ -117,8 +118,19 @@ def _evaluated(picture: Picture) -> list[str]:
 
 
 def _troubles(picture: Picture) -> list[str]:
-    """In full, what keeps engines from the newest version."""
-    return [f"trouble: {one}" for one in (*(trouble.sentence for trouble in troubles(picture)), *channel(picture))]
+    """In full, what keeps engines from the newest version, or from being asked."""
+    return [f"trouble: {one}" for one in (*(trouble.sentence for trouble in troubles(picture)), *channel(picture), *rests(picture))]
+
+
+def _launchers(picture: Picture) -> list[str]:
+    """How many processes `rollstream up` is to have here, and has."""
+    told = []
+    for one in picture.launchers:
+        counts = (f"{sum(name.startswith(f'{role}-') for name in one.running)} of {count} {role}s" for role, count in one.wanted.items())
+        leaving = f", {', '.join(one.leaving)} leaving" if one.leaving else ""
+        told.append(f"processes on {one.host}: {', '.join(counts)}{leaving}")
+        told += [f"trouble: {why}" for why in one.given_up.values()]
+    return told
 
 
 def _blocked(picture: Picture) -> list[str]:

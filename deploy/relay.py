@@ -40,6 +40,8 @@ _COPY_S = 600.0
 _PAUSES_S = (RECHECK_S, 2.0, 5.0, 10.0, 30.0)
 """Between attempts at one version that cannot be copied."""
 _CLOSE_S = 2.0
+_SAID = 500
+"""Characters of a reason that are passed on."""
 
 
 class RelayConfig(Tree):
@@ -90,6 +92,7 @@ class _Relay:
         folder = relay_folder(weights, config.run)
         self._mirror = Mirror(folder, store, Channel(client, keys), keep=weights.keep, bucket_bytes=weights.bucket_mb << 20)
         self._changed = asyncio.Event()
+        self._trouble = ""
 
     async def run(self, stop: asyncio.Event) -> None:
         try:
@@ -127,18 +130,23 @@ class _Relay:
             async with self._pointer.holding(manifest.version):
                 path = await self._mirror.ensure(manifest, deadline_s=_COPY_S)
         except (ManifestError, OSError) as problem:
-            if not quiet and not isinstance(problem, VersionGone):
-                reason = str(problem) or type(problem).__name__
+            if isinstance(problem, VersionGone):  # a newer one is there
+                return False
+            reason = str(problem) or type(problem).__name__
+            self._trouble = f"version {manifest.version}: {reason}"[:_SAID]
+            self._changed.set()
+            if not quiet:
                 _LOG.warning("version %s is not copied to %s: %s", manifest.version, self._mirror.folder, reason)
-                fields = {"relay_id": self._id, "folder": str(self._mirror.folder), "version": str(manifest.version), "reason": reason[:500]}
+                fields = {"relay_id": self._id, "folder": str(self._mirror.folder), "version": str(manifest.version), "reason": reason[:_SAID]}
                 await emit(self._client, self._keys, "copy_failed", fields)
             return False
         _LOG.info("version %s is whole in %s", manifest.version, path)
+        self._trouble = ""
         self._changed.set()
         return True
 
     async def _beat(self) -> None:
-        """Announced again at once when there is a newer copy."""
+        """Announced again at once when there is a newer copy, or trouble with one."""
         while True:
             self._changed.clear()
             await self._presence.beat(self._id, self._status())
@@ -157,4 +165,5 @@ class _Relay:
             fulls=mirror.totals.fulls,
             host=socket.gethostname(),
             pid=os.getpid(),
+            trouble=self._trouble,
         )

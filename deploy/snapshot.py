@@ -16,10 +16,11 @@ from buffer.contract import LedgerStatus
 from buffer.redis_ledger import RedisLedger
 from buffer.watchdog import Seen, Stall, blocked
 from deploy.follower import AuditFollower
+from deploy.scaling import LAUNCHER
 from deploy.tally import WINDOW_STEPS, Distribution, StepPoint, Totals, distribution
 from protocol.connection import Client, connect
 from protocol.keys import Keys
-from protocol.messages import EngineStatus, Event, Manifest, ProducerStatus, RelayStatus, TrainerStatus, WeightServerStatus
+from protocol.messages import EngineStatus, Event, LauncherStatus, Manifest, ProducerStatus, RelayStatus, TrainerStatus, WeightServerStatus
 from protocol.presence import Presence
 from protocol.versions import Version
 from weightsync.aim import EVAL_FLEET
@@ -45,6 +46,8 @@ class Picture:
     """Trainers that follow the journal and take no group away."""
     weight_servers: tuple[WeightServerStatus, ...] = ()
     relays: tuple[RelayStatus, ...] = ()
+    launchers: tuple[LauncherStatus, ...] = ()
+    """`rollstream up` on one machine; none on Ray, or where everything was started by hand."""
     settings: BufferConfig = _DEFAULTS
     """[buffer] as the run was made."""
     last_producer_at: float | None = None
@@ -160,6 +163,7 @@ class PictureSource:
         self._shadows = Presence(client, keys, "shadow", TrainerStatus)
         self._weight_servers = Presence(client, keys, WEIGHT_SERVER, WeightServerStatus)
         self._relays = Presence(client, keys, RELAY, RelayStatus)
+        self._launchers = Presence(client, keys, LAUNCHER, LauncherStatus)
         self._settings: BufferConfig | None = None
         self._follower = AuditFollower(client, keys, spill)
         self._lock = asyncio.Lock()
@@ -201,6 +205,7 @@ class PictureSource:
             shadows=tuple(sorted(await self._shadows.members(), key=lambda status: status.trainer_id)),
             weight_servers=tuple(sorted(await self._weight_servers.members(), key=lambda status: status.server_id)),
             relays=tuple(sorted(await self._relays.members(), key=lambda status: status.relay_id)),
+            launchers=tuple(sorted(await self._launchers.members(), key=lambda status: status.launcher_id)),
             settings=await self._fixed_settings() if there else _DEFAULTS,
             last_producer_at=seen_at[0],
             last_trainer_at=seen_at[1],

@@ -1,4 +1,4 @@
-"""What keeps engines from the newest version, for people: each sentence says who, how far behind, and why. Pure.
+"""What keeps engines from the newest version, or from being asked, for people: each sentence says who, how far behind, and why. Pure.
 
 An engine in trouble still serves, so nothing stalls; its tokens only grow older until the staleness guard takes them out. So it is said before that.
 """
@@ -34,13 +34,16 @@ class Trouble:
 
     @property
     def short(self) -> str:
-        why = self.why if len(self.why) <= _SHORT else f"{self.why[: _SHORT - 1]}…"
-        return f"{self.engine_id} ({self._place}): {why}"
+        return f"{self.engine_id} ({self._place}): {_cut(self.why)}"
 
     @property
     def _place(self) -> str:
         behind = f", {self.lag_steps} steps behind" if self.lag_steps else ""
         return f"{self.version or 'no version yet'}{behind}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHORT else f"{text[: _SHORT - 1]}…"
 
 
 def trouble_of(status: EngineStatus, lag_steps: int | None, most: int) -> Trouble | None:
@@ -67,9 +70,23 @@ def troubles(picture: Picture) -> list[Trouble]:
 
 def in_short(picture: Picture) -> str:
     """For one line; empty where all is well."""
-    found = troubles(picture)
+    found = [trouble.short for trouble in troubles(picture)] + [_cut(told) for told in rests(picture)]
     left = len(found) - _NAMED
-    return "; ".join(trouble.short for trouble in found[:_NAMED]) + (f"; {left} more" if left > 0 else "")
+    return "; ".join(found[:_NAMED]) + (f"; {left} more" if left > 0 else "")
+
+
+def resting(picture: Picture) -> dict[str, dict[str, str]]:
+    """Engines that producers leave alone for a while, as requests failed there: by engine, the reason that each of those producers has."""
+    found: dict[str, dict[str, str]] = {}
+    for producer in picture.producers:
+        for engine, reason in producer.resting.items():
+            found.setdefault(engine, {})[producer.producer_id] = reason
+    return dict(sorted(found.items()))
+
+
+def rests(picture: Picture) -> list[str]:
+    """A sentence an engine that rests. It may be fit, and serve the newest version: whoever asks it has had enough of its answers."""
+    return [f"{engine} rests for {', '.join(by)}: {next(iter(by.values()))}" for engine, by in resting(picture).items()]
 
 
 def server_missing(picture: Picture) -> bool:
@@ -99,7 +116,7 @@ def channel(picture: Picture) -> list[str]:
         if others:
             count = f"; {fallbacks(picture)} of {picture.totals.applied} updates came from the store"
             told.append(f'weights.transport is "{picture.transport}", but {", ".join(others)}{count}: the logs of the engines say what broke')
-    return told
+    return [*told, *(f"relay {one.relay_id} ({one.version or 'no version yet'}): {one.trouble}" for one in picture.relays if one.trouble)]
 
 
 def _by_another_way(picture: Picture, status: EngineStatus) -> bool:

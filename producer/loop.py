@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 BEAT_S = 2.5
 _LAG_S = 0.25
 _LEAVE_S = 1.0
+_SAID = 300
+"""Characters of what an engine answered that are passed on."""
 
 
 class ProducerLoop:
@@ -140,6 +142,7 @@ class ProducerLoop:
             generated_tokens=work.tally.new_tokens,
             inflight_limit=work.inflight_limit,
             loop_lag_ms=round(lag_s * 1000, 1),
+            resting={engine: reason[:_SAID] for engine, reason in pool.resting.items()},
         )
 
     async def _measure_lag(self) -> None:

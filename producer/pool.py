@@ -47,8 +47,8 @@ class Seat:
 
     engine: Engine
     cost: float
-    probe: bool
-    """It tells whether an engine that rested is well again."""
+    probe: int
+    """The number of the probe that tells whether an engine that rested is well again; 0: it is none."""
 
     @property
     def id(self) -> str:
@@ -160,7 +160,7 @@ class EnginePool:
 
     def answers(self, seat: Seat) -> None:
         """The request goes on, and its engine has begun to answer it soundly."""
-        if seat.probe and self._routing.answered(seat.engine.key):
+        if seat.probe and self._routing.answered(seat.engine.key, probe=seat.probe):
             self._well(seat)
 
     def release(self, seat: Seat, *, answered: bool = True) -> None:

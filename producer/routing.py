@@ -168,8 +168,8 @@ class Routing:
         breakers = [load.breaker for key, load in self._loads.items() if key in self._engines]
         return min((breaker.until for breaker in breakers if breaker.reason and breaker.until > now), default=None)
 
-    def started(self, key: EngineKey, *, cost: float = 1.0, prefix: str = "") -> bool:
-        """A request went to the engine that was chosen; True: it is the probe of one that rested."""
+    def started(self, key: EngineKey, *, cost: float = 1.0, prefix: str = "") -> int:
+        """A request went to the engine that was chosen: the number of the probe that it is, as the engine has rested; 0: it is none."""
         load = self._loads[key]
         load.outstanding += 1
         load.cost += cost
@@ -181,22 +181,16 @@ class Routing:
                 del self._homes[next(iter(self._homes))]
         return load.breaker.started()
 
-    def answered(self, key: EngineKey, *, probe: bool = True) -> bool:
+    def answered(self, key: EngineKey, *, probe: int) -> bool:
         """A request that goes on got something of use. True: the engine is well again."""
         return (load := self._loads.get(key)) is not None and load.breaker.succeeded(probe=probe)
 
-    def finished(self, key: EngineKey, *, answered: bool = False, cost: float = 1.0, probe: bool = True) -> bool:
+    def finished(self, key: EngineKey, *, answered: bool = False, cost: float = 1.0, probe: int = 0) -> bool:
         """The request is over; `answered`: the engine is alive. True: the engine may be asked again, as it might not before."""
         breaker = self._over(key, cost)
-        if answered:
-            return breaker.succeeded(probe=probe)
-        was = breaker.probing
-        breaker.dropped(probe=probe)
-        return was and probe
+        return breaker.succeeded(probe=probe) if answered else breaker.dropped(probe=probe)
 
-    def refused(
-        self, key: EngineKey, *, now: float, cost: float = 1.0, probe: bool = True, reason: str = "", certain: bool = False, exile: bool = False
-    ) -> bool:
+    def refused(self, key: EngineKey, *, now: float, cost: float = 1.0, probe: int = 0, reason: str = "", certain: bool = False, exile: bool = False) -> bool:
         """The request is over by a fault of the engine. True: it rests now. Requests that fail while it rests already do not make the rest longer."""
         return self._over(key, cost).failed(now=now, reason=reason, probe=probe, certain=certain, exile=exile)
 

@@ -102,6 +102,11 @@ class Keys:
         """Hash: the placement group of a run on Ray, and which of its bundles each actor has."""
         return self.key("placement")
 
+    @property
+    def wishes(self) -> str:
+        """Hash: how many producers and engines somebody wishes of the `rollstream up` of this machine, and how often one was wished for."""
+        return self.key("wishes")
+
     # presence of producers and trainers
     def presence(self, role: str) -> str:
         """Hash: member id → encoded status; its expiry lies in `presence_deadline`."""

@@ -293,6 +293,29 @@ class RelayStatus:
     """Versions it fetched whole."""
     host: str = ""
     pid: int = 0
+    trouble: str = ""
+    """Why the newest version is not whole there yet; empty while all is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherStatus:
+    """`rollstream up` on one machine: how many producers and engines it is to have, and which are there."""
+
+    launcher_id: str
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    """"producer", "engine" → how many; engines of an evaluation's own are not counted."""
+    running: tuple[str, ...] = ()
+    """Those of them that run and have announced themselves, such as "producer-0"."""
+    leaving: tuple[str, ...] = ()
+    """Those that were told to leave and have not left yet."""
+    wish: int = 0
+    """Number of the newest wish that it knows of; 0: there was none."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Why it does not follow the newest wish for a role."""
+    given_up: Mapping[str, str] = field(default_factory=dict)
+    """Those that are wanted and are not started any more, and why."""
+    host: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +335,8 @@ class ProducerStatus:
     """Groups that the load of the engines allows it to have under way now; 0: not limited by it."""
     host: str = ""
     pid: int = 0
+    resting: Mapping[str, str] = field(default_factory=dict)
+    """Engines that it leaves alone for a while as their requests failed, by id, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@
 | `/v1/staleness` | staleness of trained tokens, of READY tokens, publish lag |
 | `/v1/buffer` | the ledger: groups by state, limits, bytes, checkpoints |
 | `/v1/engines`, `/v1/producers`, `/v1/trainers` | who is here, with what they report |
+| `/v1/launchers` | `rollstream up` on one machine: how many producers and engines are wanted, and which run |
 | `/v1/weights` | the weight pointer and who serves what |
 | `/v1/journal` | the steps that can be replayed, what is spilled, who reads them |
 | `/v1/watchdog` | which edge is blocked, since when, why, and what to do; also where there is no run |
@@ -46,6 +47,7 @@ _V1: dict[str, Callable[[Picture], BaseModel]] = {
     "/v1/engines": bodies.engines,
     "/v1/producers": bodies.producers,
     "/v1/trainers": bodies.trainers,
+    "/v1/launchers": bodies.launchers,
     "/v1/weights": bodies.weights,
     "/v1/journal": bodies.journal,
     "/v1/bias": bodies.bias_of,

@@ -187,7 +187,7 @@ class Weights(Body):
 
 
 class Members(Body):
-    """Engines, producers or trainers, with every field they report."""
+    """Engines, producers, trainers or launchers, with every field they report."""
 
     members: list[dict[str, object]]
 
@@ -324,7 +324,11 @@ def _engine_weights(picture: Picture, status: EngineStatus) -> EngineWeights:
 
 
 def engines(picture: Picture) -> Members:
-    return Members(members=[{**to_json(status), "lag_steps": picture.lag(status.version)} for status in picture.engines])
+    """`resting`: producers that leave it alone for a while, and why."""
+    rests = trouble.resting(picture)
+    return Members(
+        members=[{**to_json(status), "lag_steps": picture.lag(status.version), "resting": rests.get(status.engine_id, {})} for status in picture.engines]
+    )
 
 
 def producers(picture: Picture) -> Members:
@@ -333,6 +337,10 @@ def producers(picture: Picture) -> Members:
 
 def trainers(picture: Picture) -> Members:
     return Members(members=[{**to_json(status)} for status in picture.trainers])
+
+
+def launchers(picture: Picture) -> Members:
+    return Members(members=[{**to_json(status)} for status in picture.launchers])
 
 
 def bias_of(picture: Picture) -> Bias:

@@ -12,7 +12,7 @@ from buffer.bias import UNKNOWN, Bias
 from deploy.http import evals
 from deploy.snapshot import Picture
 from deploy.tally import Distribution
-from deploy.trouble import fallbacks, server_missing, troubles
+from deploy.trouble import fallbacks, resting, server_missing, troubles
 from protocol.messages import Edge, EngineState, EngineStatus
 from weightsync.aim import EVAL_FLEET
 
@@ -114,6 +114,7 @@ class _Collector(Collector):
 
     def _engines(self, picture: Picture) -> Iterator[Metric]:
         troubled = {trouble.engine_id for trouble in troubles(picture)}
+        rests = resting(picture)
         if picture.tokens_per_s is not None:
             yield self._gauge("rollstream_generated_tokens_per_second", "Over all engines, since the look before.", picture.tokens_per_s)
         figures: dict[str, tuple[str, Callable[[EngineStatus], float | None]]] = {
@@ -121,6 +122,7 @@ class _Collector(Collector):
             "rollstream_engine_version_step": ("n of the version it serves.", lambda status: None if status.version is None else status.version.n),
             "rollstream_engine_lag_steps": ("Newest trained step minus its own; of engines that evaluate, none.", lambda status: _lag(picture, status)),
             "rollstream_engine_trouble": ("1 if something keeps it from the newest version.", lambda status: float(status.engine_id in troubled)),
+            "rollstream_engine_resting_producers": ("Producers that leave it alone for a while.", lambda status: len(rests.get(status.engine_id, {}))),
             "rollstream_engine_running_requests": ("Requests being decoded.", lambda status: status.running),
             "rollstream_engine_queued_requests": ("Requests that wait.", lambda status: status.queued),
             "rollstream_engine_busy_seconds": ("Seconds spent computing since its boot.", lambda status: status.busy_s),
@@ -166,6 +168,7 @@ class _Collector(Collector):
         lags = self._family("rollstream_relay_lag_steps", "Newest trained step minus that of its newest version.", "relay")
         fetched = self._family("rollstream_relay_fetched_bytes", "Bytes read from the store since its start.", "relay")
         made = self._family("rollstream_relay_versions", "Versions since its start, by how they were made.", "relay", "kind")
+        failing = self._family("rollstream_relay_trouble", "1 if it cannot make the newest version whole.", "relay")
         for relay in picture.relays:
             if relay.version is not None:
                 whole.add_metric([self._run, relay.relay_id], relay.version.n)
@@ -174,11 +177,19 @@ class _Collector(Collector):
             fetched.add_metric([self._run, relay.relay_id], relay.fetched_bytes)
             made.add_metric([self._run, relay.relay_id, "delta"], relay.deltas)
             made.add_metric([self._run, relay.relay_id, "full"], relay.fulls)
-        yield from (whole, lags, fetched, made)
+            failing.add_metric([self._run, relay.relay_id], float(bool(relay.trouble)))
+        yield from (whole, lags, fetched, made, failing)
 
     def _members(self, picture: Picture) -> Iterator[Metric]:
         yield self._gauge("rollstream_producers", "Producers that are here.", len(picture.producers))
         yield self._gauge("rollstream_trainers", "Trainers that are here.", len(picture.trainers))
+        wanted = self._family("rollstream_processes_wanted", "Processes that `rollstream up` is to have on its machine.", "role", "host")
+        running = self._family("rollstream_processes_running", "Those of them that run and have announced themselves.", "role", "host")
+        for launcher in picture.launchers:
+            for role, count in launcher.wanted.items():
+                wanted.add_metric([self._run, role, launcher.host], count)
+                running.add_metric([self._run, role, launcher.host], sum(name.startswith(f"{role}-") for name in launcher.running))
+        yield from (wanted, running)
         waits = self._family("rollstream_waiting_seconds", "For how long a member has been waiting.", "member", "edge")
         everyone = [(status.producer_id, status.waiting_for, status.waiting_since) for status in picture.producers]
         everyone += [(status.trainer_id, status.waiting_for, status.waiting_since) for status in picture.trainers]

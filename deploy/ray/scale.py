@@ -1,4 +1,4 @@
-"""`rollstream scale producers N` and `scale engines N`: while a run goes on, on Ray."""
+"""`rollstream scale` of a run on Ray: actors are added, or have left."""
 
 from __future__ import annotations
 
@@ -7,32 +7,21 @@ import asyncio
 import sys
 
 from deploy.config import UpConfig
-from deploy.ray.crew import ENGINE, PRODUCER, Crew
+from deploy.ray.crew import ENGINE, Crew
 from deploy.ray.placement_group import find, kept
+from deploy.scaling import ROLES, change_to
 from producer.ray_actor import namespace
 from producer.ray_fleet import Fleet, connected, read_settings
-from protocol.config import load
 from protocol.connection import check_server, connect
-from protocol.daemon import run_daemon
-from protocol.errors import ConfigError, RunMissing
+from protocol.errors import RunMissing
 from protocol.keys import Keys
 
-ROLES = {"producers": PRODUCER, "engines": ENGINE}
 
-
-def scale(options: argparse.Namespace) -> int:
-    return run_daemon("rollstream scale", lambda _: _scale(options))
-
-
-async def _scale(options: argparse.Namespace) -> None:
+async def scale_on_ray(options: argparse.Namespace, config: UpConfig) -> None:
     """Have N of them, and return once who was added has a place and who was too many has left. Those of the highest index leave.
 
-    Engines of an evaluation's own are not counted and stay. Raises: `ConfigError`, `RayUnavailable`.
+    Engines of an evaluation's own are not counted and stay. Raises: `RunMissing`, `ConfigError`, `RayUnavailable`.
     """
-    config = load(UpConfig, options.config, sets=options.set)
-    address = options.ray or config.ray.address
-    if options.ray is None and not address:
-        raise ConfigError(_on_one_machine(config, options))
     role = ROLES[options.what]
     settings = read_settings(options.config, options.set, config, run=config.run.name, digest=config.digest)
     client = connect(config.redis.url, deadline_s=5.0)
@@ -43,7 +32,7 @@ async def _scale(options: argparse.Namespace) -> None:
         dealt = (await kept(client, config.run.name))[1]
     finally:
         await client.aclose()
-    async with connected(address, config.run.name):
+    async with connected(options.ray or config.ray.address, config.run.name):
         group = await asyncio.to_thread(find, namespace(config.run.name))
         crew = Crew(config, settings, Fleet(config.run.name), group=group, dealt=dealt if group is not None else {})
         added, gone = await change(crew, role, options.count)
@@ -52,13 +41,10 @@ async def _scale(options: argparse.Namespace) -> None:
 
 async def change(crew: Crew, role: str, count: int) -> tuple[list[str], list[str]]:
     """Who was added, and who has left."""
-    there = await crew.fleet.names(role)
-    own = {f"{ENGINE}-{index}" for index in range(crew.config.engine.count, crew.config.engine.count + crew.config.eval.engines)} if role == ENGINE else set()
-    mine = [name for name in there if name not in own]
-    gone = mine[count:]
+    evaluation = range(crew.config.engine.count, crew.config.engine.count + crew.config.eval.engines) if role == ENGINE else ()
+    to = change_to(count, there=[int(name.rpartition("-")[2]) for name in await crew.fleet.names(role)], reserved=evaluation)
+    added, gone = ([f"{role}-{index}" for index in indices] for indices in (to.added, to.gone))
     await asyncio.gather(*(crew.stop(name) for name in gone))
-    free = (name for index in range(len(there) + len(own) + count) if (name := f"{role}-{index}") not in {*there, *own})
-    added = [name for name, _ in zip(free, range(count - len(mine)), strict=False)]
     try:
         for name in added:
             await crew.start(name)
@@ -67,13 +53,3 @@ async def change(crew: Crew, role: str, count: int) -> tuple[list[str], list[str
         await asyncio.gather(*(crew.stop(name) for name in added))
         raise
     return added, gone
-
-
-def _on_one_machine(config: UpConfig, options: argparse.Namespace) -> str:
-    role = ROLES[options.what]
-    command = f"rl-producer -c {options.config} --index I" if role == PRODUCER else f"rollstream engine -c {options.config} --index I"
-    redis = "" if config.redis.url else f" --set redis.url=URL (redis_url in {config.run.folder / 'processes.json'})"
-    return (
-        "ray.address is empty: a run of `rollstream up` on one machine has as many processes as it was started with. Add one by hand, with an index that is "
-        f"free: `{command}{redis}`; Ctrl-C ends it in good order. A run on Ray: --ray [ADDRESS], or ray.address"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
+from deploy.scaling import change_to
 from deploy.up.process import ChildProcess
 from deploy.up.records import Record, read_records, write_records
 from deploy.up.resources import Resources, measure
@@ -23,6 +25,8 @@ _LOG = logging.getLogger(__name__)
 _SAMPLE_S = 5.0
 _SETTLE_S = 120.0
 _LEAVE_S = 10.0
+SCALED = (Role.PRODUCER, Role.ENGINE)
+"""Roles whose number may change while a run goes on."""
 _TAIL_BYTES = 4000
 _TAIL_LINES = 15
 
@@ -32,6 +36,13 @@ class Plan(Protocol):
 
     @property
     def children(self) -> tuple[Child, ...]: ...
+    @property
+    def reserved(self) -> Collection[Child]:
+        """Those whose number does not change."""
+
+    def refuses(self, child: Child, /) -> str:
+        """Why there cannot be this one too; empty: there can."""
+
     def argv(self, child: Child) -> tuple[str, ...]: ...
     def environment(self, child: Child, /) -> Mapping[str, str] | None: ...
 
@@ -67,6 +78,13 @@ class _NotStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scale:
+    role: Role
+    count: int
+    refused: asyncio.Future[str]
+
+
+@dataclass(frozen=True, slots=True)
 class _StopAsked:
     pass
 
@@ -98,7 +116,9 @@ class Launcher:
         self._settling: asyncio.Task[None] | None = None
         self._unwritten = False
         """`processes.json` is older than what runs."""
-        self._events: asyncio.Queue[_Exited | _NotStarted | _StopAsked | _Settled] = asyncio.Queue(maxsize=1024)
+        self._watches: dict[Child, asyncio.Task[None]] = {}
+        self._wanted = {role: len(self._scaled(role)) for role in SCALED}
+        self._events: asyncio.Queue[_Exited | _NotStarted | _Scale | _StopAsked | _Settled] = asyncio.Queue(maxsize=1024)
         self._resources: Resources | None = None
         self.notes: deque[tuple[float, str]] = deque(maxlen=50)
         """What happened to processes, newest last, for the live view."""
@@ -120,6 +140,39 @@ class Launcher:
         """The operator asks for the end; see `Supervisor.stop`."""
         if not self._events.full():
             self._events.put_nowait(_StopAsked())
+
+    @property
+    def wanted(self) -> Mapping[Role, int]:
+        """How many there are to be, of those roles whose number may change."""
+        return self._wanted
+
+    async def scale(self, role: Role, count: int) -> str:
+        """Have so many: who is too many leaves in good order, who is missing is started. Why not, or empty."""
+        refused: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        await self._events.put(_Scale(role, count, refused))
+        return await refused
+
+    def processes(self, role: Role) -> dict[Child, int]:
+        """The pid of each that is alive, of those whose number may change."""
+        return {child: self._processes[child].identity.pid for child in self._scaled(role) if self._core.lives[child].alive and child in self._processes}
+
+    def _scaled(self, role: Role) -> list[Child]:
+        return [child for child in self._core.lives if child.role is role and child not in self._plan.reserved]
+
+    def _change(self, wish: _Scale, now: float) -> list[Command]:
+        role, lives = wish.role, self._core.lives
+        there = [child.index for child in self._scaled(role) if lives[child].wanted and not lives[child].why]
+        change = change_to(wish.count, there=there, reserved=[child.index for child in self._plan.reserved if child.role is role])
+        added, gone = ([Child(role, index) for index in indices] for indices in (change.added, change.gone))
+        refused = "the run is ending" if self._core.ending else next((why for child in added if (why := self._plan.refuses(child))), "")
+        if not wish.refused.done():
+            wish.refused.set_result(refused)
+        if refused:
+            return []
+        self._wanted[role] = wish.count
+        if added or gone:
+            self._note(f"{wish.count} {role}s are wanted: {_named(added)} to come, {_named(gone)} to leave")
+        return self._core.scale(added, gone, now)
 
     def log_path(self, child: Child) -> Path:
         return self._folder / "logs" / f"{child}.log"
@@ -211,13 +264,15 @@ class Launcher:
         async with asyncio.TaskGroup() as group:
             sampler = group.create_task(self._sample(self._resources), name="up:resources")
             for child in self._processes:
-                group.create_task(self._watch(child), name=f"up:watch-{child}")
+                self._have_watched(child, group)
             commands = self._core.begin(time.monotonic(), running=list(self._processes))
             while not (finish := self._carry_out(commands, group)):
                 commands = await self._next()
-            sampler.cancel()
-            if self._settling is not None:
-                self._settling.cancel()
+            for task in (sampler, self._settling, *self._watches.values()):  # watches: of those that the kernel did not let go
+                if task is not None:
+                    task.cancel()
+        for process in self._processes.values():
+            process.close()
         self._keep_resources()
         return finish
 
@@ -235,6 +290,8 @@ class Launcher:
                 return self._core.stop(now)
             case _Settled(failure):
                 return self._core.settled(now, failure=failure)
+            case _Scale():
+                return self._change(happened, now)
             case _NotStarted(child, code, message):
                 return self._not_started(child, code, message, now)
             case _Exited(child, code, message):
@@ -283,7 +340,10 @@ class Launcher:
             await self._events.put(_NotStarted(child, code, f"cannot be started: {problem}"))
             return
         del self._starting[child]
-        group.create_task(self._watch(child), name=f"up:watch-{child}")
+        self._have_watched(child, group)
+
+    def _have_watched(self, child: Child, group: asyncio.TaskGroup) -> None:
+        self._watches[child] = group.create_task(self._watch(child), name=f"up:watch-{child}")
 
     async def _has_nothing_to_do(self, child: Child) -> bool:
         """While a run drains, a producer would only come to leave again, and so would an engine that has left."""
@@ -336,7 +396,8 @@ class Launcher:
             code = EXIT_DRAINED if in_order else EXIT_FAULT
         if self._resources is not None:
             self._resources.ended(pid, child.role.value, process.cpu_s)
-        await self._events.put(_Exited(child, code, self._last_words(child)))
+        if self._processes[child] is process:  # else it was left behind, and its successor has been started
+            await self._events.put(_Exited(child, code, self._last_words(child)))
 
     def _last_words(self, child: Child) -> str:
         """The end of what it wrote since it was started."""
@@ -389,14 +450,20 @@ class Launcher:
 
 
 async def _end(process: ChildProcess) -> None:
-    """SIGTERM, then SIGKILL past a deadline."""
-    process.terminate()
-    try:
-        async with asyncio.timeout(_LEAVE_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+    """SIGTERM, then SIGKILL past a deadline; what the kernel holds after another one is left behind."""
+    for ask in (process.terminate, process.kill):
+        ask()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await process.wait()
+        if not process.open:
+            return
+    _LOG.error("process %d was killed and has not ended within %.0f s: the kernel holds it", process.identity.pid, _LEAVE_S)
+    process.close()
+
+
+def _named(children: Collection[Child]) -> str:
+    return ", ".join(map(str, children)) or "none"
 
 
 async def _cancel(*tasks: asyncio.Future[None]) -> None:

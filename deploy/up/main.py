@@ -39,6 +39,7 @@ from deploy.up.launcher import Hooks, Launcher
 from deploy.up.plan import check_layout, plan
 from deploy.up.records import write_atomically
 from deploy.up.supervisor import Child, Finish, Policy, Role
+from deploy.up.wishes import Wishes
 from protocol.config import load
 from protocol.connection import check_server, connect
 from protocol.daemon import run_daemon
@@ -278,11 +279,15 @@ class _Up:
 
     @contextlib.asynccontextmanager
     async def _observers(self, launcher: Launcher, source: PictureSource) -> AsyncIterator[None]:
-        """HTTP and the view: their faults are told, and never end a run."""
+        """HTTP, the view and `rollstream scale`: their faults are told, and never end a run."""
         from deploy.http.app import announcement, serve_app
         from deploy.live import show
 
-        looks = [self._observe("view", show(source, launcher, live=self._live, last_step=self._config.stop.steps))]
+        wishes = Wishes(self._url, self._config.run.name, self._folder, launcher, source)
+        looks = [
+            self._observe("view", show(source, launcher, live=self._live, last_step=self._config.stop.steps)),
+            self._observe("wishes", wishes.follow()),
+        ]
         if self._listener is not None:
             sys.stdout.write(announcement(self._listener))
             sys.stdout.flush()

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.config import UpConfig
+from deploy.config import LAST_PORT, UpConfig
 from deploy.placement import demand_of
 from deploy.redis_server import ServerCommand
 from deploy.up.supervisor import Child, Role
+from producer.engine.config import EngineConfig
 from protocol.daemon import SUPERVISED
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig, is_url
@@ -40,6 +41,26 @@ class Plan:
     children: tuple[Child, ...]
     threads: Mapping[Role, int]
     redis: ServerCommand | None
+    engine: EngineConfig
+    evals: int
+    """Engines of the evaluation's own, the last of those that the run begins with."""
+
+    @property
+    def reserved(self) -> frozenset[Child]:
+        """Engines of the evaluation's own: their number does not change."""
+        first = self.engine.count
+        return frozenset(Child(Role.ENGINE, index) for index in range(first, first + self.evals))
+
+    def refuses(self, child: Child) -> str:
+        """Why there cannot be this one too; empty: there can."""
+        if child.role is not Role.ENGINE:
+            return ""
+        engine = self.engine
+        if engine.kind == "external" and child.index >= len(engine.urls):
+            return f"engine.urls has {len(engine.urls)}, and {child} needs one of its own: add it, and go on by `rollstream up --resume`"
+        if engine.port and engine.port + child.index > LAST_PORT:
+            return f"engine.port {engine.port} leaves no port for {child}: lower it, or use 0 for free ports, and go on by `rollstream up --resume`"
+        return ""
 
     def argv(self, child: Child) -> tuple[str, ...]:
         """Without `--new` or `--resume`, which only the trainer takes and only its start decides."""
@@ -51,6 +72,8 @@ class Plan:
             command += ["--index", str(child.index)]
         for item in self.sets:
             command += ["--set", item]
+        if child.role is Role.ENGINE and child not in self.children:  # one of the run's: beyond engine.count it would be the evaluation's
+            command += ["--set", f"engine.count={child.index + 1}"]
         return tuple(command)
 
     def environment(self, child: Child) -> dict[str, str]:
@@ -80,6 +103,8 @@ def plan(config: UpConfig, config_file: Path, sets: Sequence[str], *, redis: Ser
             *(Child(Role.PRODUCER, index) for index in range(config.producer.count)),
         ),
         redis=redis,
+        engine=config.engine,
+        evals=config.eval.engines,
         threads={Role.ENGINE: config.engine.torch_threads, Role.TRAINER: config.trainer.torch_threads},
     )
 

@@ -2,7 +2,7 @@
 
     WAITING(at) ──start──► RUNNING ──exit──► WAITING(at)            restarted, with backoff and jitter
                               │     └──exit──► DONE                 its turn to end has come, or the run gave up on it
-                              └──ending──► STOPPING(at) ──exit──► DONE
+                              └──ending, or fewer are wanted──► STOPPING(at) ──exit──► DONE
 
 The end goes by role, in `STOP_ORDER`: the trainer drains while producers and engines still serve it, Redis leaves last, after `Settle`.
 
@@ -11,6 +11,7 @@ is never restarted either: a trainer's ends what runs here, with exit code 1 and
 nothing else; 75 is restarted for ever; anything else is a failure, and more than `Policy.max_failures` of them in a row, none of which lived
 `Policy.healthy_s`, end the run. A relay or a weight server that fails so is restarted for ever, and after its first life also where it leaves with 2, as its
 folder or its GPU may be gone for a while: engines take versions from the store meanwhile. A child that had to be killed makes the run's own exit code 1.
+One that was added while the run went on (`scale`) and cannot live is given up alone: the run did without it before.
 
 >>> core = Supervisor([Child(Role.TRAINER), Child(Role.ENGINE)], Policy(), Random(0))
 >>> [str(command) for command in core.begin(0.0)]
@@ -131,6 +132,8 @@ class Policy:
     """After a drained run these leave by themselves; we wait so long before we ask."""
     stop_s: Mapping[Role, float] = field(default_factory=lambda: _STOP_S)
     """From SIGTERM to SIGKILL."""
+    reap_s: float = 20.0
+    """From SIGKILL to the end; what the kernel holds longer is left behind."""
 
 
 class Phase(StrEnum):
@@ -159,6 +162,13 @@ class Life:
     restarts: int = 0
     code: int | None = None
     """Of its last exit."""
+    killed: bool = False
+    wanted: bool = True
+    """False: it leaves, or has left, as fewer are wanted."""
+    added: bool = False
+    """The run began without it, or did without it for a while."""
+    why: str = ""
+    """Why it is not started again although it is wanted."""
 
     @property
     def alive(self) -> bool:
@@ -211,30 +221,59 @@ class Supervisor:
     def exited(self, child: Child, code: int, now: float, *, message: str = "") -> list[Command]:
         """`child` left with `code` (negative: the signal that ended it); `message` is what it said last."""
         life = self._lives[child]
+        if life.phase is Phase.DONE:
+            return []  # it was left behind
         lived = now - life.since
         stopping = life.phase is Phase.STOPPING
-        life.code, life.at = code, None
+        life.code, life.at, life.killed = code, None, False
         if self._why is not None and (stopping or not self._restarts_while_ending(child.role)):
             life.phase = Phase.DONE
             return self._advance(now)
+        if life.wanted:
+            return self._means(child, code, now, lived=lived, message=message)
+        life.phase = Phase.DONE
+        return []
+
+    def _means(self, child: Child, code: int, now: float, *, lived: float, message: str) -> list[Command]:
+        """What the end of a child that is still wanted means."""
+        life = self._lives[child]
         if child.role is Role.TRAINER and code == EXIT_DRAINED:
             life.phase = Phase.DONE
             return self._end(_Why.TRAINED, EXIT_DRAINED, "", now)
         if code == EXIT_CONFIG and child.role is not Role.REDIS and not (child.role in _SPARED and life.restarts):
-            life.phase = Phase.DONE
-            return self._end(_Why.FAULT, EXIT_CONFIG, f"{child} cannot run like this (exit 2):\n{message}".rstrip(), now)
+            return self._give_up(life, EXIT_CONFIG, f"{child} cannot run like this (exit 2):\n{message}".rstrip(), now)
         if code == EXIT_REPLACED and child.role is not Role.REDIS:
-            life.phase = Phase.DONE
+            life.phase, life.why = Phase.DONE, f"{child} was replaced: another process has its place"
             return self._end(_Why.FAULT, EXIT_FAULT, f"{child} was replaced:\n{message}".rstrip(), now) if child.role is Role.TRAINER else []
         life.failures = 0 if lived >= self._policy.healthy_s or code == EXIT_DRAINED else life.failures
         if code not in (EXIT_DRAINED, EXIT_TRY_AGAIN):
             life.failures += 1
         if life.failures > self._policy.max_failures and child.role not in _SPARED:
-            life.phase = Phase.DONE
-            return self._end(_Why.FAULT, EXIT_FAULT, f"{child} failed {life.failures} times in a row, last with exit {code}:\n{message}".rstrip(), now)
+            return self._give_up(life, EXIT_FAULT, f"{child} failed {life.failures} times in a row, last with exit {code}:\n{message}".rstrip(), now)
         life.phase, life.since = Phase.WAITING, now
         life.at = now + (self._policy.idle_s if code == EXIT_DRAINED else self._backoff(life.failures))
         return []
+
+    def scale(self, added: Iterable[Child], gone: Iterable[Child], now: float) -> list[Command]:
+        """Have those too, and do without these, which leave in good order. Nothing happens once the run ends."""
+        if self._why is not None:
+            return []
+        commands: list[Command] = []
+        for child in added:
+            before = self._lives.get(child)
+            if before is not None and before.alive:  # it is leaving, and comes back once it has left
+                before.wanted = before.added = True
+                continue
+            self._lives[child] = Life(phase=Phase.RUNNING, since=now, added=True)
+            commands.append(Start(child))
+        for child in gone:
+            life = self._lives[child]
+            life.wanted = False
+            if life.phase is Phase.RUNNING:
+                commands.append(self._terminate(child, life, now))
+            elif life.phase is Phase.WAITING:
+                life.phase, life.at = Phase.DONE, None
+        return commands
 
     def hold(self, child: Child, now: float) -> list[Command]:
         """`child` was to be started, but has nothing to do while the run drains: ask again later, unless its role's turn to leave has come meanwhile."""
@@ -258,7 +297,7 @@ class Supervisor:
         self._worse(EXIT_FAULT, "ended by force")
         self._stage, self._settling = len(STOP_ORDER), False
         self._call_off()
-        return [*(self._kill(child, life) for child, life in self._lives.items() if life.alive), *self._advance(now)]
+        return [*(self._kill(child, life, now) for child, life in self._lives.items() if life.alive), *self._advance(now)]
 
     def settled(self, now: float, *, failure: str = "") -> list[Command]:
         """What `Settle` asked for is done, or has failed, which makes the exit code 1."""
@@ -272,6 +311,7 @@ class Supervisor:
     def tick(self, now: float) -> list[Command]:
         """Whatever is due by `now`."""
         commands: list[Command] = []
+        left_behind = False
         for child, life in self._lives.items():
             if life.at is None or life.at > now:
                 continue
@@ -282,10 +322,14 @@ class Supervisor:
                 commands.append(Start(child))
             elif life.phase is Phase.RUNNING:
                 commands.append(self._terminate(child, life, now))
-            elif life.phase is Phase.STOPPING:
+            elif life.phase is Phase.STOPPING and not life.killed:
                 self._worse(EXIT_FAULT, f"{child} did not stop within {self._policy.stop_s[child.role]:.0f} s and was killed")
-                commands.append(self._kill(child, life))
-        return commands
+                commands.append(self._kill(child, life, now))
+            elif life.phase is Phase.STOPPING:
+                life.phase, life.why = Phase.DONE, f"{child} was killed and has not ended within {self._policy.reap_s:.0f} s: the kernel holds it"
+                self._worse(EXIT_FAULT, life.why)
+                left_behind = True
+        return commands + (self._advance(now) if left_behind and self._why is not None else [])
 
     def deadline(self) -> float | None:
         """When `tick` is due next."""
@@ -308,6 +352,11 @@ class Supervisor:
         self._why = why
         self._call_off()
         return self._enter(now)
+
+    def _give_up(self, life: Life, code: int, message: str, now: float) -> list[Command]:
+        """It cannot live: nor can the run, unless it began without it."""
+        life.phase, life.why = Phase.DONE, message
+        return [] if life.added else self._end(_Why.FAULT, code, message, now)
 
     def _call_off(self) -> None:
         """Restarts that will not happen any more."""
@@ -366,7 +415,6 @@ class Supervisor:
         life.phase, life.at = Phase.STOPPING, now + self._policy.stop_s[child.role]
         return Terminate(child)
 
-    @staticmethod
-    def _kill(child: Child, life: Life) -> Command:
-        life.phase, life.at = Phase.STOPPING, None
+    def _kill(self, child: Child, life: Life, now: float) -> Command:
+        life.phase, life.at, life.killed = Phase.STOPPING, now + self._policy.reap_s, True
         return Kill(child)

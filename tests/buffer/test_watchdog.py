@@ -199,3 +199,22 @@ def test_who_cannot_take_a_newer_version_says_why() -> None:
     assert "e0 serves 1:3 and cannot take a newer one (prepare 1:7: no room)" in stall.why
     starting = dataclasses.replace(ENGINE, state=EngineState.STARTING, version=None, trouble="prepare 1:7: no room")
     assert "e0 is starting (prepare 1:7: no room)" in only(seen(waiting(Edge.NO_ENGINE), engines=(starting,))).why
+
+
+RESTS = dataclasses.replace(waiting(Edge.NO_ENGINE), resting={"e0": "broke the connection"})
+
+
+@pytest.mark.parametrize(
+    ("look", "why"),
+    [
+        (seen(RESTS), "every engine that may be asked rests, as requests failed there: e0 (broke the connection)"),
+        (seen(dataclasses.replace(RESTS, resting={"router": "answered 503"})), "rests, as requests failed there: router (answered 503)"),
+        (seen(RESTS, engines=(ENGINE, dataclasses.replace(ENGINE, engine_id=EngineId("e1")))), "no engine that may be asked is new enough"),
+        (seen(RESTS, waiting(Edge.NO_ENGINE, name="p1")), "no engine that may be asked is new enough"),
+        (seen(RESTS, engines=(UNFIT,)), "no engine may be asked: e0 is unfit (checksum)"),
+    ],
+    ids=["all rest", "behind a router", "another does not", "for one of two", "unfit too"],
+)
+def test_engines_that_rest_for_all_who_wait_are_what_holds_the_run_up(look: Seen, why: str) -> None:
+    (stall, *_) = [one for one in blocked(look, patience_s=PATIENCE) if one.edge in (Edge.NO_ENGINE, Edge.NO_VERSION)]
+    assert why in stall.why

@@ -24,6 +24,10 @@ class StubPlan:
     journal: Path
     behaviours: Mapping[str, str]
     children: tuple[Child, ...]
+    reserved: frozenset[Child] = frozenset()
+
+    def refuses(self, child: Child) -> str:
+        return f"there is no place for {child}" if child.index > 8 else ""
 
     def argv(self, child: Child) -> tuple[str, ...]:
         if child.role is Role.REDIS:

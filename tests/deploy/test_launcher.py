@@ -119,6 +119,43 @@ async def test_a_killed_child_is_started_again_and_found_in_the_records(tmp_path
     assert not any(identity_of(record.identity.pid) == record.identity for record in read_records(tmp_path))
 
 
+async def test_more_are_started_and_fewer_leave_in_good_order_while_the_rest_goes_on(tmp_path: Path, journal: Journal):
+    plan = plan_of(tmp_path, journal, EVERYONE)
+    launcher = stub.make_launcher(tmp_path, plan)
+    async with running(launcher, plan) as task:
+        await journal.until(*(f"{name} starts" for name in EVERYONE))
+        assert await launcher.scale(Role.PRODUCER, 3) == ""
+        await journal.until("producer-1 starts", "producer-2 starts")
+        assert launcher.wanted == {Role.PRODUCER: 3, Role.ENGINE: 2}
+        assert {str(child) for child in launcher.processes(Role.PRODUCER)} == {"producer-0", "producer-1", "producer-2"}
+        assert await launcher.scale(Role.ENGINE, 1) == ""
+        assert await launcher.scale(Role.PRODUCER, 1) == ""
+        await journal.until("engine-1 drains", "producer-1 drains", "producer-2 drains")
+        assert await launcher.scale(Role.ENGINE, 20) == "there is no place for engine-9"
+        assert await launcher.scale(Role.ENGINE, 2) == ""
+        await journal.until("engine-1 starts")
+        launcher.request_stop()
+        assert await task == Finish(0)
+    said = [line.rpartition(" ")[0] for line in journal.said]
+    assert (said[:2], sorted(said[2:])) == (["trainer-0 drains", "producer-0 drains"], ["engine-0 drains", "engine-1 drains"])
+    assert sorted(str(record.child) for record in read_records(tmp_path)) == sorted([*EVERYONE, "producer-1", "producer-2"])
+
+
+async def test_who_was_added_and_cannot_run_ends_nothing(tmp_path: Path, journal: Journal):
+    plan = plan_of(tmp_path, journal, ["trainer-0", "producer-0"], producer_1="refuses")
+    launcher = stub.make_launcher(tmp_path, plan)
+    async with running(launcher, plan) as task:
+        await journal.until("trainer-0 starts", "producer-0 starts")
+        await launcher.scale(Role.PRODUCER, 2)
+        async with asyncio.timeout(WAIT_S):
+            while not launcher.lives[Child(Role.PRODUCER, 1)].why:
+                await asyncio.sleep(0.01)
+        assert "did you mean producer.count?" in launcher.lives[Child(Role.PRODUCER, 1)].why
+        assert launcher.wanted[Role.PRODUCER] == 2
+        launcher.request_stop()
+        assert await task == Finish(0)
+
+
 async def test_a_killed_trainer_comes_back_with_resume_once_the_run_is_there(tmp_path: Path, journal: Journal):
     plan = plan_of(tmp_path, journal, ["trainer-0"])
     launcher = stub.make_launcher(tmp_path, plan)
@@ -271,6 +308,23 @@ async def test_a_child_that_ignores_the_wish_to_stop_is_killed_and_the_exit_code
         finish = await task
     assert finish.code == 1
     assert "engine-0 did not stop" in finish.message
+
+
+async def test_what_the_kernel_does_not_let_go_is_left_behind_and_the_end_comes(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch):
+    """A driver that hangs cannot be staged: here the kill does not arrive."""
+    plan = plan_of(tmp_path, journal, ["trainer-0", "engine-0"], engine_0="stubborn")
+    launcher = stub.make_launcher(tmp_path, plan, policy=Policy(stop_s=dict.fromkeys(Role, 0.3), alone_s={}, reap_s=0.2))
+    async with running(launcher, plan) as task:
+        _, engine = await journal.until("trainer-0 starts", "engine-0 starts")
+        with monkeypatch.context() as patch:
+            patch.setattr(ChildProcess, "kill", lambda _: None)
+            launcher.request_stop()
+            finish = await asyncio.wait_for(task, WAIT_S)
+    os.kill(engine, signal.SIGKILL)
+    launcher._processes[Child(Role.ENGINE)]._popen.wait()
+    assert finish.code == 1
+    assert "engine-0 did not stop" in finish.message
+    assert launcher.lives[Child(Role.ENGINE)].why == "engine-0 was killed and has not ended within 0 s: the kernel holds it"
 
 
 async def test_asked_twice_it_ends_everyone_at_once(tmp_path: Path, journal: Journal):

@@ -132,8 +132,13 @@ async def test_a_folder_that_fills_up_is_told_with_its_reason_and_copied_to_agai
                 await asyncio.sleep(0.01)
         assert (failed[0].fields["version"], failed[0].fields["folder"]) == ("1:0", str(stage.folder))
         assert "No space left" in str(failed[0].fields["reason"])
+        async with asyncio.timeout(20):
+            while not (troubles := [one.trouble for one in await stage.members() if one.trouble]):
+                await asyncio.sleep(0.01)
+        assert troubles[0].startswith("version 1:0: ")
+        assert "No space left" in troubles[0]
         filler.unlink()
-        await stage.has(0)
+        assert (await stage.has(0)).trouble == ""
         assert len([one for one in await stage.events() if one.op == "copy_failed"]) == 1
 
 

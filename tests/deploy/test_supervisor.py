@@ -276,6 +276,77 @@ def test_a_failed_summary_is_a_fault_and_redis_still_ends():
     assert core.exited(REDIS, 0, 3.0) == [Finish(1, "disk full")]
 
 
+def test_more_are_started_and_fewer_leave_in_good_order_and_are_not_started_again():
+    core = make()
+    added = [Child(Role.PRODUCER, 2), Child(Role.ENGINE, 4)]
+    assert names(core.scale(added, [], 1.0)) == ["start producer-2", "start engine-4"]
+    assert names(core.scale([], [PRODUCERS[1], added[1]], 2.0)) == ["terminate producer-1", "terminate engine-4"]
+    assert core.exited(PRODUCERS[1], 0, 3.0) == core.exited(added[1], 0, 3.0) == []
+    assert core.deadline() is None
+    assert [core.lives[child].phase for child in (PRODUCERS[1], added[1], added[0])] == [Phase.DONE, Phase.DONE, Phase.RUNNING]
+    core.exited(PRODUCERS[0], -9, 4.0)
+    assert core.scale([], [PRODUCERS[0]], 4.1) == [], "nobody is there to be asked"
+    assert core.tick(60.0) == [], "its restart is called off"
+    assert names(core.scale([PRODUCERS[1]], [], 61.0)) == ["start producer-1"]
+    core.exited(TRAINER, 0, 100.0)
+    assert play_out(core, 100.0) == Finish(0)
+
+
+def test_who_is_wanted_again_while_it_leaves_comes_back():
+    core = make()
+    core.scale([], [PRODUCERS[1]], 1.0)
+    assert core.scale([PRODUCERS[1]], [], 2.0) == []
+    assert core.exited(PRODUCERS[1], 0, 3.0) == []
+    assert names(core.tick(3.0 + POLICY.idle_s)) == ["start producer-1"]
+
+
+def test_who_was_added_and_cannot_live_is_given_up_alone():
+    core, now = make(), 1.0
+    refused, failing = Child(Role.PRODUCER, 2), Child(Role.ENGINE, 2)
+    core.scale([refused, failing], [], now)
+    assert core.exited(refused, 2, now, message="no such data set") == []
+    for _ in range(POLICY.max_failures + 1):
+        assert core.exited(failing, 1, now, message="no such device") == []
+        now = core.deadline() or now
+        core.tick(now)
+    assert not core.ending
+    assert "no such data set" in core.lives[refused].why
+    assert "engine-2 failed 9 times in a row" in core.lives[failing].why
+    assert names(core.scale([refused], [], now)) == ["start producer-2"], "it is tried again when it is wished for again"
+    assert core.lives[refused].why == ""
+    core.exited(TRAINER, 0, now)
+    assert play_out(core, now) == Finish(0)
+
+
+def test_a_run_that_ends_is_not_scaled():
+    core = make()
+    core.stop(1.0)
+    assert core.scale([Child(Role.PRODUCER, 2)], [PRODUCERS[0]], 2.0) == []
+    assert Child(Role.PRODUCER, 2) not in core.lives
+
+
+def test_what_the_kernel_does_not_let_go_is_left_behind_and_the_end_goes_on():
+    core = make([REDIS, TRAINER, ENGINES[0]])
+    core.stop(0.0)
+    core.exited(TRAINER, 0, 1.0)
+    killed = 1.0 + POLICY.stop_s[Role.ENGINE]
+    assert core.tick(killed) == [Kill(ENGINES[0])]
+    assert core.tick(killed + POLICY.reap_s) == [Settle()]
+    assert core.exited(ENGINES[0], -9, killed + POLICY.reap_s + 1) == [], "later it is nobody's"
+    finish = play_out(core, killed + POLICY.reap_s + 1)
+    assert finish.code == 1
+    assert "engine-0 did not stop" in finish.message
+
+
+def test_one_that_leaves_as_fewer_are_wanted_and_is_held_by_the_kernel_does_not_begin_the_end():
+    core = make()
+    core.scale([], [ENGINES[1]], 0.0)
+    assert core.tick(POLICY.stop_s[Role.ENGINE]) == [Kill(ENGINES[1])]
+    assert core.tick(POLICY.stop_s[Role.ENGINE] + POLICY.reap_s) == []
+    assert not core.ending
+    assert "the kernel holds it" in core.lives[ENGINES[1]].why
+
+
 def play_out(core: Supervisor, now: float) -> Finish:
     """Everyone who is asked or killed leaves at once, everyone else when asked; until Finish."""
     commands: list[Command] = []
@@ -298,7 +369,7 @@ def play_out(core: Supervisor, now: float) -> Finish:
     raise AssertionError("no Finish")
 
 
-KINDS = st.sampled_from(["exit", "exit", "exit", "hold", "tick", "stop", "settled"])
+KINDS = st.sampled_from(["exit", "exit", "exit", "hold", "tick", "stop", "settled", "more", "fewer"])
 EVENTS = st.lists(st.tuples(KINDS, st.integers(0, 5), st.sampled_from([0, 1, 2, 3, 75, -9])), max_size=60)
 
 
@@ -321,6 +392,7 @@ class World:
             match command:
                 case Start(child):
                     assert child not in self.alive
+                    assert self.core.lives[child].wanted
                     self.alive.add(child)
                     if self.core.ending and child.role in (Role.PRODUCER, Role.ENGINE):
                         self.late.add(child)
@@ -343,7 +415,15 @@ class World:
             self.carry_out(self.core.hold(child, self.now))
         elif kind == "tick" and (due := self.core.deadline()) is not None:
             self.now = max(self.now, due)
-            self.carry_out(self.core.tick(self.now))
+            killed = {child for child, life in self.core.lives.items() if life.killed and life.alive}
+            commands = self.core.tick(self.now)
+            self.alive -= {child for child in killed if not self.core.lives[child].alive}
+            self.carry_out(commands)
+        elif kind in ("more", "fewer") and child.role in (Role.PRODUCER, Role.ENGINE):
+            wanted = self.core.lives[child].wanted and not self.core.lives[child].why
+            more, fewer = ([child], []) if kind == "more" else ([], [child])
+            if wanted is (kind == "fewer"):
+                self.carry_out(self.core.scale(more, fewer, self.now))
         elif kind == "stop":
             self.carry_out(self.core.stop(self.now))
         elif kind == "settled" and self.settling:

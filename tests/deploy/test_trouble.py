@@ -16,13 +16,15 @@ from rich.console import Console
 from deploy import live
 from deploy.cli import main
 from deploy.http import bodies, metrics
+from deploy.scaling import LAUNCHER
 from deploy.snapshot import Picture, PictureSource
 from deploy.trouble import Trouble, channel, fallbacks, in_short, server_missing, trouble_of, troubles
+from deploy.trouble import rests as rests_of
 from producer.engine.turns import AWAY
 from protocol.audit import emit
 from protocol.connection import Client
 from protocol.keys import Keys
-from protocol.messages import EngineId, EngineState, RelayStatus, WeightServerStatus
+from protocol.messages import EngineId, EngineState, LauncherStatus, ProducerStatus, RelayStatus, WeightServerStatus
 from protocol.presence import Presence
 from protocol.versions import Version
 from weightsync.registry import Registry, UpdateTimes
@@ -164,7 +166,8 @@ async def test_an_engine_that_the_store_served_is_named_while_a_server_is_there(
 
 async def test_a_relay_that_is_behind_and_what_it_could_not_copy_are_seen(picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys):
     relays = Presence(redis, keys, RELAY, RelayStatus)
-    await relays.beat("a", RelayStatus(relay_id="a", folder="/f", version=Version(1, 0)))
+    full = "version 1:1: No space left on device"
+    await relays.beat("a", RelayStatus(relay_id="a", folder="/f", version=Version(1, 0), trouble=full))
     await relays.beat("b", RelayStatus(relay_id="b", folder="/f", version=Version(1, 1)))
     await emit(redis, keys, "copy_failed", {"relay_id": "a", "folder": "/f", "version": "1:1", "reason": "No space left on device"})
     now = await picture()
@@ -172,4 +175,59 @@ async def test_a_relay_that_is_behind_and_what_it_could_not_copy_are_seen(pictur
     assert behind.startswith("relay a: 1:0 whole (1 step behind the newest), ")
     assert level.startswith("relay b: 1:1 whole, ")
     assert "copy failed: relay_id a, folder /f, version 1:1, reason No space left on device" in [live.describe(event) for event in now.events]
-    assert f'rollstream_relay_lag_steps{{relay="a",run="{keys.run}"}} 1.0' in metrics.exposition(now, keys.run).decode()
+    text = metrics.exposition(now, keys.run).decode()
+    assert f'rollstream_relay_lag_steps{{relay="a",run="{keys.run}"}} 1.0' in text
+    assert [f'rollstream_relay_trouble{{relay="{one}",run="{keys.run}"}} {value}' in text for one, value in (("a", 1.0), ("b", 0.0))] == [True, True]
+    assert channel(now) == [f"relay a (1:0): {full}"]
+    assert f"relay a (1:0): {full}" in drawn(live.render(now, {}, []))
+    assert bodies.weights(now).troubles[-1] == f"relay a (1:0): {full}"
+
+
+async def test_engines_that_producers_leave_alone_are_seen_with_the_reason(
+    picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    producers = Presence(redis, keys, "producer", ProducerStatus)
+    for name, rests in (("p0", {"engine-1": "broke the connection"}), ("p1", {}), ("p2", {"engine-1": "answered 500"})):
+        await producers.beat(name, ProducerStatus(producer_id=name, resting=rests))
+    now = await picture()
+    told = "engine-1 rests for p0, p2: broke the connection"
+    assert rests_of(now) == [told]
+    assert told in live.line(now)
+    assert told in drawn(live.render(now, {}, []))
+    assert [member["resting"] for member in bodies.engines(now).members] == [{}, {"p0": "broke the connection", "p2": "answered 500"}]
+    by_producer = {member["producer_id"]: member["resting"] for member in bodies.producers(now).members}
+    assert [by_producer[name] for name in ("p0", "p1", "p2")] == [{"engine-1": "broke the connection"}, {}, {"engine-1": "answered 500"}]
+    text = metrics.exposition(now, keys.run).decode()
+    assert f'rollstream_engine_resting_producers{{engine="engine-1",run="{keys.run}"}} 2.0' in text
+    assert f'rollstream_engine_resting_producers{{engine="engine-0",run="{keys.run}"}} 0.0' in text
+    path = tmp_path / "run.toml"
+    path.write_text(f'[run]\nname = "{keys.run}"\ndir = "{tmp_path}"\n[redis]\nurl = "{redis_url}"\n')
+    for view in ("status", "engines", "weights"):
+        assert await asyncio.to_thread(main, [view, "-c", str(path)]) == 0
+        assert f"trouble: {told}" in capsys.readouterr().out, view
+
+
+async def test_how_many_processes_are_wanted_and_run_is_seen(
+    picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    status = LauncherStatus(
+        launcher_id="h:/r",
+        wanted={"producer": 3, "engine": 2},
+        running=("engine-0", "producer-0", "producer-1"),
+        leaving=("engine-2",),
+        given_up={"engine-1": "engine-1 cannot run like this (exit 2)"},
+        host="h",
+    )
+    await Presence(redis, keys, LAUNCHER, LauncherStatus).beat("h:/r", status)
+    path = tmp_path / "run.toml"
+    path.write_text(f'[run]\nname = "{keys.run}"\ndir = "{tmp_path}"\n[redis]\nurl = "{redis_url}"\n')
+    await picture()
+    assert await asyncio.to_thread(main, ["status", "-c", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "processes on h: 2 of 3 producers, 1 of 2 engines, engine-2 leaving" in said
+    assert "trouble: engine-1 cannot run like this (exit 2)" in said
+    now = await picture()
+    assert [member["wanted"] for member in bodies.launchers(now).members] == [{"producer": 3, "engine": 2}]
+    text = metrics.exposition(now, keys.run).decode()
+    for name, role, count in (("wanted", "producer", 3.0), ("running", "producer", 2.0), ("wanted", "engine", 2.0), ("running", "engine", 1.0)):
+        assert f'rollstream_processes_{name}{{host="h",role="{role}",run="{keys.run}"}} {count}' in text

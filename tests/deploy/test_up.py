@@ -254,6 +254,10 @@ class Refusing:
 
     redis: ServerCommand
     children: tuple[Child, ...] = (Child(Role.REDIS), Child(Role.TRAINER))
+    reserved: tuple[Child, ...] = ()
+
+    def refuses(self, _child: Child) -> str:
+        return ""
 
     def argv(self, child: Child) -> tuple[str, ...]:
         return self.redis.argv if child.role is Role.REDIS else ("sh", "-c", "echo 'model.path: no such architecture' >&2; exit 2")

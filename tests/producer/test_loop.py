@@ -148,3 +148,18 @@ async def test_a_producer_says_what_full_engines_allow_and_since_when_it_has_non
             pass
         assert status.waiting_for is Edge.NO_ENGINE
         stop.set()
+
+
+async def test_a_producer_says_which_engines_it_leaves_alone_and_why(stage: Any) -> None:
+    parts, engine = await parts_of(stage), await stage.engine("a")
+    engine.behave = lambda _: "drop"
+    stop, news = asyncio.Event(), parts.presence.news
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        life = parts.loop.run(stop, ledger=stage.ledger, pool=parts.pool, work=parts.work, sampler=parts.sampler, evaluation=None)
+        tasks.create_task(life, name="loop")
+        while "broke the connection" not in (await news.get()).resting.get("a", ""):
+            pass
+        engine.behave = lambda _: "ok"
+        while (status := await news.get()).resting or not status.groups_put:
+            pass
+        stop.set()

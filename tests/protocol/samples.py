@@ -24,6 +24,7 @@ from protocol.messages import (
     Event,
     GroupHeader,
     GroupTimings,
+    LauncherStatus,
     Manifest,
     ProducerStatus,
     RelayStatus,
@@ -38,7 +39,7 @@ from protocol.messages import (
 )
 from protocol.versions import Version
 
-GOLDEN = Path(__file__).parent / "golden" / "1.2"
+GOLDEN = Path(__file__).parent / "golden" / "1.3"
 SINCE: dict[str, dict[str, frozenset[str]]] = {
     "1.1": {
         "blob_ref": frozenset(),
@@ -51,6 +52,11 @@ SINCE: dict[str, dict[str, frozenset[str]]] = {
         "producer_status": frozenset({"inflight_limit"}),
         "weight_server_status": frozenset(),
         "relay_status": frozenset(),
+    },
+    "1.3": {
+        "producer_status": frozenset({"resting"}),
+        "relay_status": frozenset({"trouble"}),
+        "launcher_status": frozenset(),
     },
 }
 """Schema → message → fields that it brought; none: the message is new as a whole."""
@@ -133,6 +139,18 @@ RELAY = RelayStatus(
     fulls=1,
     host="node-1",
     pid=4246,
+    trouble="version 2:9: no space left on device",
+)
+LAUNCHER = LauncherStatus(
+    launcher_id="node-1:/runs/r",
+    wanted={"producer": 3, "engine": 2},
+    running=("engine-0", "producer-0", "producer-1"),
+    leaving=("producer-3",),
+    wish=4,
+    refused={"engine": "engine.urls has 2"},
+    given_up={"engine-1": "engine-1 cannot run like this (exit 2)"},
+    host="node-1",
+    pid=4247,
 )
 PRODUCER = ProducerStatus(
     producer_id="producer-0:c4d1",
@@ -147,6 +165,7 @@ PRODUCER = ProducerStatus(
     inflight_limit=6,
     host="node-1",
     pid=4243,
+    resting={"engine-1": "broke the connection"},
 )
 TRAINER = TrainerStatus(
     trainer_id="trainer:77aa",
@@ -172,6 +191,7 @@ MESSAGES: dict[str, object] = {
     "trainer_status": TRAINER,
     "weight_server_status": WEIGHT_SERVER,
     "relay_status": RELAY,
+    "launcher_status": LAUNCHER,
     "event": EVENT,
     "group_timings": HEADER.timings,
     "blob_ref": HEADER.blobs["experts"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+_LOG = logging.getLogger(__name__)
+_REAP_S = 10.0
+"""From SIGKILL to its end. What hangs in the kernel, in a driver of its device say, ends when that lets it go, which may be never."""
 _TAIL_BYTES = 16384
 _TAIL_LINES = 12
 _LINE_CHARACTERS = 300
@@ -18,10 +22,13 @@ _LINE_CHARACTERS = 300
 
 
 class Child:
-    """`await end(grace_s)` before it goes out of sight. Invariant: once `end` has returned, no process of its session is left."""
+    """`await end(grace_s)` before it goes out of sight. Invariant: once `end` has returned, no process of its session is left, or the log names one that the
+    kernel does not let go; it answers nobody any more.
+    """
 
     def __init__(self, popen: subprocess.Popen[bytes], pidfd: int, log: Path, offset: int) -> None:
         self._popen, self._pidfd, self._log, self._offset = popen, pidfd, log, offset
+        self._given_up = False
         self.code: int | None = None
         """Its exit code once it has ended and was waited for; negative: a signal."""
 
@@ -63,8 +70,8 @@ class Child:
         return self.code
 
     async def end(self, grace_s: float) -> None:
-        """Ask it to end, and see to it after `grace_s`. A second call, or one after its end, does nothing."""
-        if self.code is not None:
+        """Ask it to end, and see to it after `grace_s`; `_REAP_S` later it has ended, or is given up. A second call, or one after its end, does nothing."""
+        if self.code is not None or self._given_up:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
@@ -73,7 +80,18 @@ class Child:
                 await self.ended()
         except TimeoutError:
             self._kill()
-            await self.ended()
+            try:
+                async with asyncio.timeout(_REAP_S):
+                    await self.ended()
+            except TimeoutError:
+                self._given_up = True
+                os.close(self._pidfd)
+                _LOG.error(
+                    "process %d was killed and has not ended within %g s: the kernel holds it, and with it the memory of its device; a server that is started "
+                    "there meanwhile may find no room",
+                    self.pid,
+                    _REAP_S,
+                )
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

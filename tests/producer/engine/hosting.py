@@ -115,9 +115,9 @@ async def run(redis: Client, keys: Keys, redis_url: str, model_a: Path, tmp_path
         yield Run(client=redis, keys=keys, url=redis_url, model=model_a, folder=tmp_path, waker=waker)
 
 
-def ask(session: aiohttp.ClientSession, engine: EngineStatus, rid: str, tokens: int = 5) -> Awaitable[Any]:
+def ask(session: aiohttp.ClientSession, engine: EngineStatus, rid: str, tokens: int = 5, *, key: str = "") -> Awaitable[Any]:
     sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
-    return EngineClient(session).generate(engine.url, [1, 7, 9], sampling=sampling, rid=rid, deadline_s=30)
+    return EngineClient(session, key).generate(engine.url, [1, 7, 9], sampling=sampling, rid=rid, deadline_s=30)
 
 
 async def start_process(run: Run, tmp_path: Path) -> asyncio.subprocess.Process:

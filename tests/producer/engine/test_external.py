@@ -20,8 +20,9 @@ from producer.engine.external import checks_ids, difference
 from producer.engine.sglang import watch
 from producer.engine.sglang.ports import held_port
 from protocol.errors import ConfigError
-from protocol.messages import EngineState, ProducerStatus
+from protocol.messages import EngineState, EngineStatus, ProducerStatus
 from protocol.presence import Presence
+from protocol.versions import Version
 
 from .conftest import write_model
 from .hosting import WAIT_S, Run, ask
@@ -242,6 +243,52 @@ async def test_one_that_answers_garbage_is_never_asked_for_tokens_and_stops_noth
                 assert fine.version == version
     finally:
         await runner.cleanup()
+
+
+async def test_of_bad_engines_each_is_out_with_its_reason_and_a_good_one_beside_them_goes_on(
+    run: Run, session: aiohttp.ClientSession, model_a: Path, model_b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nobody at its URL, another key, another model by shape and by vocabulary, one that came back with base weights; all of them at once."""
+    monkeypatch.setenv(key.VARIABLE, "mine")
+    await run.create()
+    shapes, words = (write_model(tmp_path / name, seed=3, **other) for name, other in (("shapes", {"hidden_size": 64}), ("words", {"vocab_size": 40})))
+    async with contextlib.AsyncExitStack() as stack:
+        nowhere = stack.enter_context(held_port(HOST, key="port"))
+        back = stack.enter_context(held_port(HOST, key="port"))
+        good, locked, other, strange = [
+            await stack.enter_async_context(server(model, api_key=theirs))
+            for model, theirs in ((model_b, "mine"), (model_b, "theirs"), (shapes, "mine"), (words, "mine"))
+        ]
+        again = contextlib.AsyncExitStack()
+        await again.enter_async_context(server(model_b, port=back, api_key="mine"))
+        urls = at(good.url, f"http://{HOST}:{nowhere}", locked.url, other.url, strange.url, f"http://{HOST}:{back}")
+        for index in range(6):
+            await stack.enter_async_context(run.hosted(asyncio.Event(), index=index, **urls))
+        first = await run.publish(model_a)
+
+        def reasons(engines: list[EngineStatus], version: Version) -> bool:
+            told = [(one.state, one.trouble + one.reason) for one in sorted(engines, key=lambda one: one.engine_id)]
+            wanted = [
+                (EngineState.ROUTABLE, ""),
+                (EngineState.STARTING, "cannot be reached"),
+                (EngineState.STARTING, f"it wants another key; set {key.VARIABLE}"),
+                (EngineState.UNFIT, "hidden_size 64, and the run has 32"),
+                (EngineState.UNFIT, "vocab_size 40, and the run has 21"),
+                (EngineState.ROUTABLE, ""),
+            ]
+            fits = len(told) == 6 and all(state is found and word in why for (found, why), (state, word) in zip(told, wanted, strict=True))
+            return fits and {one.version for one in engines if one.state is EngineState.ROUTABLE} == {version}
+
+        engines = {one.engine_id[-1]: one for one in await run.until(lambda engines: reasons(engines, first))}
+        await again.aclose()
+        await run.until(lambda engines: [one.engine_id[-1] for one in engines if one.state is EngineState.ROUTABLE] == ["0"])
+        assert (await ask(session, engines["0"], "meanwhile", key="mine")).weight_version == first
+        await stack.enter_async_context(server(model_b, port=back, api_key="mine"))
+        second = await run.publish(model_a)
+        after = {one.engine_id[-1]: one for one in await run.until(lambda engines: reasons(engines, second))}
+        assert after["0"].boot_nonce == engines["0"].boot_nonce, "it was never out"
+        assert after["5"].boot_nonce != engines["5"].boot_nonce, "another boot, which got the newest in full"
+        assert (await ask(session, after["5"], "again", key="mine")).weight_version == second
 
 
 async def test_one_that_hangs_leaves_the_routes_and_is_back_when_it_writes_again(run: Run, model_a: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import stat
 import sys
 from pathlib import Path
 
+import pytest
+
+from producer.engine.sglang import child as module
 from producer.engine.sglang.child import Child
 
 FAMILY = """
@@ -74,3 +78,21 @@ async def test_what_it_leaves_behind_at_its_end_is_killed(tmp_path: Path):
     inner = int(child.last_words().split()[0])
     while alive(inner):
         await asyncio.sleep(0.01)
+
+
+async def test_one_that_the_kernel_does_not_let_go_is_given_up_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """A driver that hangs cannot be staged: here the kill does not arrive."""
+    child = start("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)", tmp_path / "log")
+    while "ready" not in child.last_words():
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr(child, "_kill", lambda: None)
+    monkeypatch.setattr(module, "_REAP_S", 0.05)
+    try:
+        async with asyncio.timeout(30):
+            await child.end(0.05)
+            await child.end(0.05)
+        assert child.code is None
+        assert f"process {child.pid} was killed and has not ended within 0.05 s" in caplog.text
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child._popen.wait()
