@@ -103,7 +103,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights
-	$(BIN)/mypy benchmarks/gpu/weights.py
+	$(BIN)/mypy --explicit-package-bases benchmarks/gpu/*.py
 	$(BIN)/lint-imports
 
 format: $(VENV)/installed-dev  ## write the code in its one format

@@ -1,12 +1,13 @@
 #!/bin/bash
-# start.sh COMMAND …: on the GPU machine, from the root of a checkout, with the kit in .gpu-kit/part1 (bundle.sh makes it).
-#   unpack                                  the kit's packages, once a machine; shared memory made large enough for several versions
+# start.sh COMMAND …: on the GPU machine, from the root of a checkout, with the kit's parts in .gpu-kit (bundle.sh and bundle_training.sh make them).
+#   unpack                                  what there is of the kit, each part once a machine; shared memory made large enough for several versions
+#   model                                   SmolLM2 from its two pieces as a folder to train, once a machine
 #   py ARGS…                                python3 with those packages and this checkout
 #   serve NAME GPU PORT MODEL [FLAGS…]      an SGLang server in a session of its own; returns once it answers
 #   stop NAME                               end it with all its children
 # Packages, logs and compiled kernels lie in $KIT_WORK, outside the checkout, and serve every later call.
 set -u
-KIT=${KIT:-.gpu-kit/part1}
+KIT=${KIT:-.gpu-kit}
 export KIT_WORK=${KIT_WORK:-${TMPDIR:-/tmp}/gpu-kit}
 SITE=$KIT_WORK/site
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -25,10 +26,35 @@ fi
 unpack() {
   # Shared memory is half of what the machine reports at its start, which is less than what it has.
   mount -o remount,size="${SHM_GB:-200}G" /dev/shm 2>/dev/null || echo "shared memory stays at $(df -h --output=size /dev/shm | tail -1)"
-  [ -f "$KIT_WORK/unpacked" ] && return
-  mkdir -p "$SITE"
-  tar -C "$SITE" -xJf "$KIT/site.tar.xz" || exit 1
-  touch "$KIT_WORK/unpacked"
+  local file name into
+  for file in "$KIT"/part*/*; do
+    name=$(basename "$file")
+    [ -e "$KIT_WORK/kit/$name" ] && continue
+    case $name in
+      site.tar.xz | tasks.tar.xz) into=$SITE ;;
+      shape.tar.xz) into=$KIT_WORK/shape ;;
+      smollm2.gguf.*) into= ;;
+      *) continue ;;
+    esac
+    mkdir -p "$KIT_WORK/kit"
+    if [ -n "$into" ]; then
+      mkdir -p "$into"
+      tar -C "$into" -xJf "$file" || exit 1
+      touch "$KIT_WORK/kit/$name"
+    else
+      cp "$file" "$KIT_WORK/kit/.$name" && mv "$KIT_WORK/kit/.$name" "$KIT_WORK/kit/$name" || exit 1
+    fi
+    echo "unpacked $name"
+  done
+}
+
+model() {
+  [ -d "$KIT_WORK/smollm2" ] && return
+  local kit=$KIT_WORK/kit gguf=$KIT_WORK/smollm2.gguf
+  cat "$kit"/smollm2.gguf.xz.[01] | xz -d >"$gguf" || exit 1
+  [ "$(sha256sum <"$gguf" | cut -c 1-64)" = "$(cat "$kit/smollm2.gguf.sha256")" ] || { echo "the pieces of the model are not all here, or damaged" >&2; exit 1; }
+  python3 -m benchmarks.gpu.smollm2 convert "$KIT_WORK/smollm2" --gguf "$gguf" || exit 1
+  rm "$gguf"
 }
 
 serve() {
@@ -61,10 +87,11 @@ stop() {
   rm -f "$KIT_WORK/$1.pid"
 }
 
-command=${1:?unpack, py, serve or stop}
+command=${1:?unpack, model, py, serve or stop}
 shift
 case $command in
   unpack) unpack ;;
+  model) model ;;
   py) exec python3 "$@" ;;
   serve) serve "$@" ;;
   stop) stop "$@" ;;
