@@ -1,18 +1,19 @@
 """What the trainer asks of a backend, whatever holds the model. Every call comes from one thread.
 
 A backend of your own is a class with these methods, named by its dotted path: `trainer.backend = "package.module:Class"`. It is made as a `BackendFactory`
-says, and gets the whole [trainer] section; what it needs beyond that comes from its module.
+says, and gets the whole [trainer] and [loss] sections; what it needs beyond that comes from its module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
 from consumer.batch import ChunkBatch
 from consumer.config import TrainerConfig
+from consumer.losses.config import LossConfig
 from protocol.dotted import load_dotted
 from protocol.errors import ConfigError
 from weightsync.snapshot import HeldWeights, TensorBytes, digest_of
@@ -20,18 +21,21 @@ from weightsync.snapshot import HeldWeights, TensorBytes, digest_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One optimizer step, averaged over the tokens that entered the loss; all 0 for a step without any."""
+    """One optimizer step; means over the tokens that entered the loss, but for the loss itself. All 0 for a step without any."""
 
     loss: float
+    """Weighted sum over the tokens by the step's divisor."""
     grad_norm: float
     """Before clipping."""
     lr: float
     entropy: float
     """nats"""
     clip_fraction: float
-    """Share of tokens that clipping or the trust region took out."""
+    """Share of tokens whose gradient clipping, truncation or masking changed."""
     ratio_dev: float
     """Mean of |r - 1|, r the ratio to the behaviour policy."""
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    """Further figures by name, see `consumer.metric_names`; a backend of your own may have names of its own. For metrics.jsonl, not for the audit event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,10 +56,10 @@ class Backend(Protocol):
     """
 
     def accumulate(self, batch: ChunkBatch) -> None:
-        """Add the gradient of the chunk's summed token losses."""
+        """Add the gradient of the chunk's token losses, summed with their weights."""
 
-    def finish_step(self, step: int, tokens: int) -> StepReport:
-        """Divide by `tokens`, the whole step's tokens in the loss, clip, and step the optimizer. No tokens: the weights stay."""
+    def finish_step(self, step: int, divisor: float) -> StepReport:
+        """Divide by `divisor`, the sum of the divisors of all chunks of the step, clip, and step the optimizer. 0: the weights stay."""
 
     def abandon_step(self) -> None:
         """Forget what was accumulated."""
@@ -106,7 +110,7 @@ def digest_now(backend: Backend) -> str:
 class BackendFactory(Protocol):
     """Makes a backend with the starting weights of `model_path`, a Hugging Face model folder. The same seed makes the same backend."""
 
-    def __call__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int) -> Backend: ...
+    def __call__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int) -> Backend: ...
 
 
 def find_backend(name: str) -> BackendFactory:
@@ -115,6 +119,14 @@ def find_backend(name: str) -> BackendFactory:
         from consumer.torch_backend import TorchBackend
 
         return TorchBackend
+    if name == "megatron":
+        try:
+            from consumer.megatron.backend import MegatronBackend
+        except ModuleNotFoundError as problem:
+            if not (problem.name or "").startswith("megatron"):
+                raise
+            raise ConfigError("trainer.backend megatron: megatron-core is not installed; pip install 'rollstream[torch,megatron]'") from problem
+        return MegatronBackend
     found = load_dotted("trainer.backend", name, define=f"class {name.partition(':')[2]}")
     missing = [call for call in ("accumulate", "finish_step", "abandon_step", "snapshot", "capture", "restore") if not callable(getattr(found, call, None))]
     if missing:

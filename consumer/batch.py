@@ -1,14 +1,5 @@
-"""From leased groups to what a backend trains on: the loss mask after the staleness guard, advantages, and micro-batches cut by tokens.
+"""From leased groups to a chunk that a backend trains on: the loss mask after the staleness guard, advantages, weights, and what is to be told of it.
 
-A chunk becomes `Siblings` (a group each, ragged), which are laid out as `MicroBatch`es in one of two ways:
-
-    plain    one rollout a row                    shared   one group a row, its prompt once
-    P P P a a a .                                 P P P a a b b b c      each sibling sees the prompt and itself,
-    P P P b b b b                                                        at the positions it would have alone
-    P P P c c .
-
-Both give the same logits at the same tokens; shared costs a third of the arithmetic where prompts are as long as responses. Padding stands at the end of a
-row, so causal attention needs no mask for it. Nothing is trimmed: a rollout longer than the micro-batch gets one of its own.
 Invariant: everything here is a pure function of the journalled record and the payloads, so a replay computes the same numbers bit by bit.
 """
 
@@ -16,25 +7,36 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from buffer.bias import length_bucket
-from buffer.contract import StepRecord
-from consumer.advantages import Advantages, Rewards
+from buffer.contract import ChunkRecord, StepRecord
+from consumer.advantages import Advantage, Advantages
+from consumer.losses.config import Normaliser
+from consumer.micro_batches import SHARED_ROW_LIMIT, LossTokens, MicroBatch, empty_micro_batch, micro_batches
+from consumer.normalisers import normalise
 from consumer.siblings import Counts, IndexArray, Siblings, Spans, judge_spans, lay, sums
-from protocol.arrays import FloatArray, IntArray
+from protocol.arrays import FloatArray
 from protocol.errors import RollstreamError
-from protocol.groups import columns
+from protocol.groups import Columns, columns
 from protocol.messages import GroupHeader, RolloutGroup, Seq
 
-__all__ = ["SHARED_ROW_LIMIT", "ChunkBatch", "IndexArray", "MicroBatch", "Siblings", "collate", "micro_batches"]
-
-SHARED_ROW_LIMIT = 1024
-"""Tokens of a shared row. Its attention is quadratic in all siblings together, so past this one row a rollout is cheaper."""
+__all__ = [
+    "SHARED_ROW_LIMIT",
+    "ChunkBatch",
+    "IndexArray",
+    "LossTokens",
+    "MicroBatch",
+    "Siblings",
+    "collate",
+    "collate_step",
+    "empty_micro_batch",
+    "micro_batches",
+    "step_divisor",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,31 +61,101 @@ class ChunkBatch:
     lengths: Mapping[int, int] = field(default_factory=dict)
     """Tokens that enter the loss, by the length of their rollout (`buffer.bias.length_bucket`)."""
     masked_lengths: Mapping[int, int] = field(default_factory=dict)
+    divisor: float = 0.0
+    """What this chunk adds to the divisor of its step (`consumer.normalisers`)."""
 
 
-def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup]], advantages: Callable[[Rewards], Advantages]) -> ChunkBatch:
-    """The groups of a chunk; `record` is what the chunk was judged by when it was first journalled.
+def collate(
+    record: StepRecord,
+    groups: Sequence[tuple[GroupHeader, RolloutGroup]],
+    advantage: Advantage,
+    *,
+    normaliser: Normaliser = "token_mean",
+    max_new_tokens: int = 0,
+) -> ChunkBatch:
+    """The groups of a chunk, compared with no others; `record` is what the chunk was judged by when it was first journalled. `max_new_tokens` is what the
+    normaliser constant divides by. Groups may have any number of rollouts.
 
-    Raises: `RollstreamError` when a token older than the record's bound would enter a loss although the guard bounds it (never clipped, never skipped), or
-    when a group has a token that nothing can predict or other than G rollouts.
+    Raises: `RollstreamError` when a token older than the record's bound would enter a loss although the guard bounds it (never clipped, never skipped), when a
+    group has a token that nothing can predict, or for advantages that are not one finite number a rollout.
     """
     laid = [columns(group) for _, group in groups]
-    rewards = [one.rewards for one in laid]
-    if odd := [header.seq for (header, _), row in zip(groups, rewards, strict=True) if len(row) != len(rewards[0])]:
-        raise RollstreamError(f"group {odd[0]} has another number of rollouts than group {groups[0][0].seq}: rollout.group_size differs between producers")
-    values = advantages(np.array(rewards, dtype=np.float64).reshape(len(rewards), len(rewards[0]) if rewards else 1))
+    (values,) = _advantages([[one.rewards for one in laid]], advantage)
+    return _chunk(record, groups, laid, values, normaliser=normaliser, max_new_tokens=max_new_tokens)
+
+
+def collate_step(
+    chunks: Sequence[tuple[ChunkRecord, Sequence[tuple[GroupHeader, RolloutGroup]]]],
+    advantage: Advantage,
+    *,
+    normaliser: Normaliser = "token_mean",
+    max_new_tokens: int = 0,
+) -> list[ChunkBatch]:
+    """As `collate`, of chunks whose rollouts are compared with each other: all of a step, where the advantage needs that (`needs_whole_step`).
+
+    Of each chunk come the groups that are this rank's. Rewards of the others are in the chunk's headers, so every rank computes the same advantages, to the
+    bit, as one rank would.
+    """
+    laid = [[columns(group) for _, group in groups] for _, groups in chunks]
+    rewards, places = [], []
+    for (chunk, groups), mine in zip(chunks, laid, strict=True):
+        own = {header.seq: one.rewards for (header, _), one in zip(groups, mine, strict=True)}
+        rewards.append([own.get(header.seq, header.rewards) for header in chunk.headers])
+        places.append(np.repeat([header.seq in own for header in chunk.headers], [len(row) for row in rewards[-1]]).astype(np.bool_))
+    values = _advantages(rewards, advantage)
+    return [
+        _chunk(chunk.record, groups, mine, value[place], normaliser=normaliser, max_new_tokens=max_new_tokens)
+        for (chunk, groups), mine, value, place in zip(chunks, laid, values, places, strict=True)
+    ]
+
+
+def step_divisor(batches: Sequence[ChunkBatch]) -> float:
+    """What a step of these chunks divides by; 0, and the weights stay, where no token is in the loss."""
+    return sum(batch.divisor for batch in batches) if any(batch.tokens for batch in batches) else 0.0
+
+
+def _advantages(chunks: Sequence[Sequence[Sequence[float]]], advantage: Advantage) -> list[Advantages]:
+    """Those of the rollouts of each chunk, given rewards by chunk, group and rollout."""
+    sizes = [[len(group) for group in groups] for groups in chunks]
+    starts = np.cumsum([0, *itertools.chain.from_iterable(sizes)], dtype=np.int64)
+    rewards = np.array([reward for groups in chunks for group in groups for reward in group], dtype=np.float64)
+    values = np.asarray(advantage(rewards, starts))
+    if values.shape != rewards.shape or not np.isfinite(values).all():
+        raise RollstreamError(
+            f"trainer.advantage gave {values.size} values of which {int(np.isfinite(values).sum())} are finite for {rewards.size} rollouts; "
+            "expected one finite number a rollout, look at the rewards, or at the function"
+        )
+    return _cut(values.astype(np.float32, copy=False), [sum(chunk) for chunk in sizes])
+
+
+def _cut(values: FloatArray, sizes: Sequence[int]) -> list[FloatArray]:
+    return [values[start:end] for start, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+
+
+def _chunk(
+    record: StepRecord,
+    groups: Sequence[tuple[GroupHeader, RolloutGroup]],
+    laid: Sequence[Columns],
+    values: Advantages,
+    *,
+    normaliser: Normaliser,
+    max_new_tokens: int,
+) -> ChunkBatch:
     seqs = tuple(header.seq for header, _ in groups)
     spans = judge_spans(laid, record)
     siblings, counts = lay(laid, spans, values)
     _check(seqs, siblings, counts, spans, record)
     tokens, trainable = int(counts.kept.sum()), sum(sum(header.trainable.values()) for header, _ in groups)
-    sampled, kept = counts.sampled.reshape(-1), counts.kept.reshape(-1)
+    sampled, kept = counts.sampled[spans.present], counts.kept[spans.present]
     found, which = np.unique(sampled, return_inverse=True)
     buckets = np.array([length_bucket(length) for length in found.tolist()], dtype=np.int64)[which]
+    weights, divisor = normalise(kept, normaliser, max_new_tokens=max_new_tokens)
+    if weights is not None:
+        siblings = tuple(replace(one, weight=weight) for one, weight in zip(siblings, _cut(weights, spans.sizes.tolist()), strict=True))
     return ChunkBatch(
         groups=siblings,
         seqs=seqs,
-        rewards=tuple(reward for row in rewards for reward in row),
+        rewards=tuple(reward for one in laid for reward in one.rewards),
         tokens=tokens,
         masked=trainable - tokens,
         staleness=_totals(spans.ages[spans.enter], counts.spans[spans.enter]),
@@ -92,6 +164,7 @@ def collate(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup
         lengths=_totals(buckets, kept),
         masked_lengths=_totals(buckets, sampled - kept),
         response_tokens=trainable,
+        divisor=divisor,
     )
 
 
@@ -114,138 +187,3 @@ def _totals(keys: IndexArray, counts: IndexArray) -> dict[int, int]:
     """The sum of the counts by key, ascending; keys without any are left out."""
     found, which = np.unique(keys, return_inverse=True)
     return {key: count for key, count in zip(found.tolist(), sums(which, counts, len(found)).tolist(), strict=True) if count}
-
-
-# -- micro-batches -------------------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicroBatch:
-    """One forward and backward.
-
-    Shapes: R rows of L tokens, padded at the end; N tokens that enter the loss, in no particular order.
-    """
-
-    input_ids: IndexArray
-    """[R, L]"""
-    position_ids: IndexArray | None
-    """[R, L]; None: 0 to L - 1"""
-    attention: NDArray[np.bool_] | None
-    """[R, 1, L, L], True where the row's query may see the key; None: causal."""
-    columns: tuple[int, int]
-    """[first, last) columns whose logits are needed."""
-    logit_index: IndexArray
-    """[N] into the needed logits, flattened over rows: the logit that predicts the token."""
-    targets: IndexArray
-    """[N] token ids"""
-    behaviour: FloatArray
-    """[N]"""
-    advantage: FloatArray
-    """[N]"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Row:
-    """One row before padding. Its samples' targets are predicted at `predictors` [N]."""
-
-    tokens: IntArray
-    positions: IndexArray | None
-    owner: IntArray | None
-    """[L] 0: prompt, i: sibling i; padding gets -1."""
-    predictors: IndexArray
-    targets: IntArray
-    behaviour: FloatArray
-    advantage: FloatArray
-
-
-def micro_batches(batch: ChunkBatch, *, max_tokens: int, share_prompts: bool) -> Iterator[MicroBatch]:
-    """The chunk in rows of similar length, at most `max_tokens` with padding at a time (a single longer row goes alone)."""
-    groups = [group for group in batch.groups if len(group.targets)]
-    if share_prompts and all(group.prefix and _shared_length(group) <= SHARED_ROW_LIMIT for group in groups):
-        rows = [_shared_row(group) for group in groups]
-    else:
-        rows = [row for group in groups for row in _plain_rows(group)]
-    rows.sort(key=lambda row: len(row.tokens))
-    start = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or (end + 1 - start) * len(rows[end].tokens) > max_tokens:
-            yield _pad(rows[start:end])
-            start = end
-
-
-def _shared_length(group: Siblings) -> int:
-    return len(group.tokens) - (len(group.starts) - 2) * group.prefix - (len(group.starts) - 1)
-
-
-def _plain_rows(group: Siblings) -> Iterator[_Row]:
-    """A row for every rollout with a token in the loss. Its last token predicts nothing and stays out."""
-    cuts = np.searchsorted(group.targets, group.starts)
-    for (start, end), (low, high) in zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), strict=True):
-        if low < high:
-            chosen = slice(low, high)
-            yield _Row(
-                tokens=group.tokens[start : end - 1],
-                positions=None,
-                owner=None,
-                predictors=group.targets[chosen] - 1 - start,
-                targets=group.tokens[group.targets[chosen]],
-                behaviour=group.behaviour[chosen],
-                advantage=group.advantage[chosen],
-            )
-
-
-def _shared_row(group: Siblings) -> _Row:
-    """The prompt, then of each sibling what follows it without its last token: that many tokens, `kept`, stand at `placed` in the row."""
-    prefix, begins, ends = group.prefix, group.starts[:-1], group.starts[1:]
-    kept = ends - begins - prefix - 1
-    placed = prefix + np.cumsum(kept) - kept
-    sibling = np.repeat(np.arange(len(kept)), kept)
-    position = np.arange(int(kept.sum())) - (placed - prefix)[sibling] + prefix
-    of_target = np.searchsorted(group.starts, group.targets, side="right") - 1
-    at = group.targets - begins[of_target]
-    prompt = np.arange(prefix)
-    return _Row(
-        tokens=np.concatenate((group.tokens[:prefix], group.tokens[begins[sibling] + position])),
-        positions=np.concatenate((prompt, position)),
-        owner=np.concatenate((np.zeros(prefix, dtype=np.int32), sibling.astype(np.int32) + 1)),
-        predictors=np.where(at == prefix, prefix - 1, placed[of_target] + at - 1 - prefix),
-        targets=group.tokens[group.targets],
-        behaviour=group.behaviour,
-        advantage=group.advantage,
-    )
-
-
-def _pad(rows: Sequence[_Row]) -> MicroBatch:
-    length = max(len(row.tokens) for row in rows)
-    input_ids = np.zeros((len(rows), length), dtype=np.int64)
-    positions = np.zeros((len(rows), length), dtype=np.int64)
-    owner = np.full((len(rows), length), -1, dtype=np.int32)
-    first = min(int(row.predictors.min()) for row in rows)
-    last = max(int(row.predictors.max()) for row in rows) + 1
-    shared = False
-    for i, row in enumerate(rows):
-        size = len(row.tokens)
-        input_ids[i, :size] = row.tokens
-        if row.owner is not None and row.positions is not None:
-            shared = True
-            positions[i, :size] = row.positions
-            owner[i, :size] = row.owner
-    return MicroBatch(
-        input_ids=input_ids,
-        position_ids=positions if shared else None,
-        attention=_siblings_apart(owner) if shared else None,
-        columns=(first, last),
-        logit_index=np.concatenate([row.predictors - first + i * (last - first) for i, row in enumerate(rows)]),
-        targets=np.concatenate([row.targets for row in rows]).astype(np.int64),
-        behaviour=np.concatenate([row.behaviour for row in rows]),
-        advantage=np.concatenate([row.advantage for row in rows]),
-    )
-
-
-def _siblings_apart(owner: IntArray) -> NDArray[np.bool_]:
-    """[R, L] to [R, 1, L, L]: causal, and each sees the prompt and its own. Padding sees the prompt too, so that no softmax is over nothing."""
-    length = owner.shape[1]
-    causal = np.tri(length, dtype=np.bool_)
-    keys, queries = owner[:, None, :], owner[:, :, None]
-    seen: NDArray[np.bool_] = ((keys == 0) | (keys == queries)) & causal
-    return seen[:, None]

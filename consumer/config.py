@@ -1,18 +1,24 @@
-"""The [trainer], [checkpoint] and [stop] sections, and the tree that `rl-trainer` reads."""
+"""The [trainer], [checkpoint] and [stop] sections, and the tree that `rl-trainer` reads. Other sections lie beside what they configure."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from buffer.config import BufferConfig
+from consumer.advantages import ADVANTAGES
+from consumer.losses.config import LossConfig
+from consumer.megatron.config import MegatronConfig
+from consumer.trackers.config import TrackersConfig
 from protocol.config import DataConfig, ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
 from protocol.groups import payload_bound
+from protocol.messages import JsonValue
 from weightsync.config import WeightsConfig
 from weightsync.registry import ACK_ROUNDS
 
@@ -20,40 +26,49 @@ PUBLISH_S = 60.0
 """The first and the last version of a life may take so long to be visible."""
 _OTHER_STOP_S = 120.0
 """Of a stop: the chunk under way, the checkpoint in flight and the last one, closing."""
+_OURS = ("torch", "megatron")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class TrainerConfig(Section):
-    backend: str = Field("torch", description="torch: transformers models in this process; or package.module:Class, a backend of your own.")
-    loss: Literal["ppo_clip", "trust_region"] = Field("ppo_clip", description="ppo_clip, or trust_region: its equal alternative, a mask by moved probability.")
-    clip_low: float = Field(0.2, ge=0, lt=1, description="ppo_clip: the ratio to the behaviour policy is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.28, ge=0, description="ppo_clip: and above 1 + clip_high.")
-    tv_threshold: float = Field(
-        0.2, gt=0, le=1, description="trust_region: a token whose probability moved further than this the way it should leaves the loss."
+    moved = MappingProxyType({"loss": "loss.kind", **{key: f"loss.{key}" for key in ("clip_low", "clip_high", "tv_threshold", "ratio_cap", "trust_pull")}})
+    backend: str = Field(
+        "torch", description="torch: transformers models; megatron: megatron-core, see [megatron]; or package.module:Class, a backend of your own."
     )
-    ratio_cap: float = Field(5.0, ge=0, description="trust_region: upper bound of the importance weight; 0: none.")
-    trust_pull: float = Field(1e-3, ge=0, description="trust_region: weight of the squared log-ratio, which pulls towards the behaviour policy.")
-    advantage: Literal["group_std", "group_mean"] = Field("group_std", description="Rewards minus the group's mean; group_std also divides by the deviation.")
+    ranks: int = Field(1, ge=1, description="Processes that train together, each on its share of every step. Under torchrun: as many as it starts.")
+    advantage: str = Field(
+        "group_std",
+        description=f"{', '.join(ADVANTAGES)}; or package.module:function, one of your own. docs/advantages.md explains each.",
+    )
     lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up. Lower ends better, higher learns faster and forgets more under staleness.")
     warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises linearly to lr.")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW: decay of the first and second moment.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decoupled weight decay.")
     grad_clip: float = Field(1.0, gt=0, description="Upper bound of the gradient's norm.")
     micro_batch_tokens: int = Field(8192, ge=1, description="Tokens, padding included, of one forward and backward. Lower it when memory runs out.")
+    cpu_offload: bool = Field(
+        False, description="With ranks above 1: weights and optimizer lie in host memory, and only the layer at work on the device. Slower, less memory."
+    )
     torch_threads: int = Field(1, ge=1, description="Threads of one CPU operation. Replays are bitwise equal only at the same number.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the arithmetic; weights and optimizer stay float32.")
+    head_float32: bool = Field(
+        False, description="With dtype bfloat16: the last projection and the softmax in float32, nearer to the engine's logprobs, for some speed and memory."
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more arithmetic."
+    )
     device: str = Field(
         "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N, where two more copies of the weights must fit, for publishing."
     )
 
     @model_validator(mode="after")
     def _backend_is_here(self) -> TrainerConfig:
-        if self.backend == "megatron":
-            raise ValueError("backend megatron comes in a later release: use torch")
-        if self.backend != "torch" and not _DOTTED.fullmatch(self.backend):
-            raise ValueError(f"backend {self.backend!r}: expected torch, or package.module:Class for a backend of your own")
+        if self.backend not in _OURS and not _DOTTED.fullmatch(self.backend):
+            raise ValueError(f"backend {self.backend!r}: expected torch, megatron, or package.module:Class for a backend of your own")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {list(self.betas)}: each must be at least 0 and below 1")
+        if self.advantage not in ADVANTAGES and not _DOTTED.fullmatch(self.advantage):
+            raise ValueError(f"advantage {self.advantage!r}: expected {', '.join(ADVANTAGES)}, or package.module:function for one of your own")
         return self
 
 
@@ -88,6 +103,9 @@ class TrainerDaemonConfig(Tree):
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()
     trainer: TrainerConfig = TrainerConfig()
+    loss: LossConfig = LossConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    trackers: TrackersConfig = TrackersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
     placement: PlacementConfig = PlacementConfig()
@@ -98,8 +116,15 @@ class TrainerDaemonConfig(Tree):
         Raises: `ConfigError` naming the keys and what to do.
         """
         check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint)
+        check_loss(self.loss, self.trainer)
+        check_layout(self.megatron, self.trainer)
+        self.trackers.check()
         check_turns(self.placement, self.buffer)
         check_model_folder(self.model_folder)
+
+    def told(self) -> dict[str, JsonValue]:
+        """What trackers say of the run beside its figures. Nothing that may hold a secret."""
+        return {name: getattr(self, name).model_dump(mode="json") for name in ("rollout", "trainer", "loss")}
 
     @property
     def model_folder(self) -> Path:
@@ -133,6 +158,24 @@ def check_sections(*, buffer: BufferConfig, weights: WeightsConfig, rollout: Rol
             f"buffer.byte_budget {buffer.byte_budget} is too small: ({steps}) * B groups of up to {group_bytes(rollout)} bytes need {needed}; "
             f"raise it, {lower}, buffer.groups_per_step or the limits of [rollout]"
         )
+
+
+def check_loss(loss: LossConfig, trainer: TrainerConfig) -> None:
+    """What [loss] and [trainer] ask of each other. Raises: `ConfigError`."""
+    if loss.needs_teacher and trainer.backend in _OURS:
+        raise ConfigError(
+            f"loss.kind {loss.kind} with trainer.backend {trainer.backend}: nothing brings it a teacher's logprobs; use another kind, or a backend of "
+            "your own that has them"
+        )
+
+
+def check_layout(megatron: MegatronConfig, trainer: TrainerConfig) -> None:
+    """Whether the ranks that are asked for fill the layout; torchrun starts as many as it likes. Raises: `ConfigError`."""
+    if trainer.backend == "megatron" and trainer.ranks > 1:
+        try:
+            megatron.data_parallel(trainer.ranks)
+        except ValueError as problem:
+            raise ConfigError(f"trainer.ranks: {problem}") from problem
 
 
 def check_turns(placement: PlacementConfig, buffer: BufferConfig) -> None:

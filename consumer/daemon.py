@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import logging
 import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from buffer.audit import AuditSpill
 from buffer.client import TrainerBuffer
@@ -24,7 +26,7 @@ from buffer.storage import Storage, claim_storage, open_storage
 from buffer.upkeep import upkeep
 from buffer.watchdog import EdgeLog
 from buffer.witness import Witness
-from consumer.backend import Backend, find_backend
+from consumer.backend import Backend
 from consumer.checkpoint import CheckpointDamaged, Incarnations, Progress, checkpoints_on_disk, read_checkpoint, sweep
 from consumer.config import PUBLISH_S, TrainerDaemonConfig
 from consumer.device import shared_device
@@ -32,7 +34,10 @@ from consumer.journal import JournalTail
 from consumer.keeper import Keeper
 from consumer.loop import Parts, TrainingLoop
 from consumer.mending import Mender, beyond, checkpoints_on_line, freed_groups, history_on_disk, newest_incarnation, swept
-from consumer.stats import MetricsFile
+from consumer.ranks.crew import Alone, Crew
+from consumer.ranks.making import make_backend
+from consumer.ranks.place import Place
+from consumer.trackers.tracked import open_metrics
 from consumer.worker import Worker
 from protocol.connection import Client
 from protocol.durable import make_folder
@@ -49,6 +54,9 @@ from weightsync.publisher import Publisher
 from weightsync.registry import Registry
 from weightsync.store import open_store
 from weightsync.turns import Turns
+
+if TYPE_CHECKING:
+    from consumer.ranks.leader import Leading
 
 _LOG = logging.getLogger(__name__)
 _BEAT_S = 1.0
@@ -103,9 +111,12 @@ async def run_trainer(
     from_step: int | None = None,
     abandon: bool = False,
     settings: BufferConfig | None = None,
+    place: Place | None = None,
+    arguments: Sequence[str] = (),
 ) -> None:
     """Train until the run ends. `new_as`: make the run with this identity; None: it is there, with `settings` (None: those of `config`). `from_step`: the
     checkpoint to resume from; None: the newest, also where the ledger lost it (rule R1). `abandon`: what followed `from_step` is given up, not trained again.
+    `place`: rank 0 of several; those that it starts itself get `arguments`, a command line of `rl-trainer`.
 
     Order of stopping: training ends at a step's edge, the final version is published, the final checkpoint registered, engines ack to a deadline, the run
     drains; then heartbeats, upkeep, publisher, wake-ups and the spill of the audit stream close.
@@ -114,8 +125,9 @@ async def run_trainer(
     storage = open_storage(settings or config.buffer, config.run.name)
     about = None if new_as is None else RecordingAbout(run=config.run.name, identity=new_as, settings=config.buffer)
     await asyncio.to_thread(claim_storage, storage, about)
-    async with Worker() as worker:
-        start = await _start_from(config, ledger, worker, new_as, None if from_step is None else _Back(step=from_step, abandon=abandon))
+    async with Worker() as worker, _ranks(config, place, worker, arguments) as ranks:
+        back = None if from_step is None else _Back(step=from_step, abandon=abandon)
+        start = await _start_from(config, ledger, await _backend(config, ranks, worker), worker, new_as=new_as, back=back)
         await asyncio.to_thread(make_folder, config.run.folder)
         async with AuditSpill(client, keys, config.run.folder / "audit.jsonl"), wakeups(client, keys) as waker:
             trainer_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
@@ -138,7 +150,9 @@ async def run_trainer(
                     storage=storage,
                 )
                 turns = Turns(client, keys, waker) if config.placement.layout == "colocated" else None
-                with _training(config, start, here) as (loop, mender):
+                buffer = TrainerBuffer(ledger, waker, attachment.incarnation, storage)
+                crew = Alone(buffer) if ranks is None else await ranks.begin(attachment.incarnation, buffer)
+                with _training(config, start, here, buffer, crew) as (loop, mender):
                     async with (
                         _device(turns, loop, mender, start.backend, here),
                         upkeep(ledger, storage, attachment.incarnation) as spiller,
@@ -147,10 +161,26 @@ async def run_trainer(
                         await _train_and_end(loop, mender, Registry(client, keys), waker, stop, weights=config.weights)
 
 
-async def _start_from(config: TrainerDaemonConfig, ledger: Ledger, worker: Worker, new_as: RunIdentity | None, back: _Back | None) -> _Start:
-    make_backend = await worker.call(find_backend, config.trainer.backend)  # torch: seconds, during which signals are still heard
-    options = {"shared": True} if config.placement.layout == "colocated" else {}
-    backend = await worker.call(make_backend, config.model_folder, config.trainer, temperature=config.rollout.temperature, seed=config.run.seed, **options)
+@contextlib.asynccontextmanager
+async def _ranks(config: TrainerDaemonConfig, place: Place | None, worker: Worker, arguments: Sequence[str]) -> AsyncIterator[Leading | None]:
+    """The other ranks, if there are to be some."""
+    if place is None:
+        yield None
+        return
+    leader = await worker.call(importlib.import_module, "consumer.ranks.leader")  # torch
+    async with leader.leading(config, place, worker, arguments) as found:
+        yield found
+
+
+async def _backend(config: TrainerDaemonConfig, ranks: Leading | None, worker: Worker) -> Backend:
+    if ranks is not None:
+        return ranks.backend
+    return await worker.call(make_backend, config)  # torch: seconds, during which signals are still heard
+
+
+async def _start_from(
+    config: TrainerDaemonConfig, ledger: Ledger, backend: Backend, worker: Worker, *, new_as: RunIdentity | None, back: _Back | None
+) -> _Start:
     if new_as is not None:
         if not await ledger.create(new_as, config.buffer):
             raise RunExists(f"run {config.run.name!r} was made by somebody else just now: use --resume to go on with it, or another run.name")
@@ -233,11 +263,11 @@ def _instead(registered: Collection[CheckpointRef], damaged: CheckpointRef) -> s
 
 
 @contextlib.contextmanager
-def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterator[tuple[TrainingLoop, Mender]]:
+def _training(config: TrainerDaemonConfig, start: _Start, here: _Here, buffer: TrainerBuffer, crew: Crew) -> Iterator[tuple[TrainingLoop, Mender]]:
     """The loop over its parts, its files open."""
     witness = config.run.folder / "witness.jsonl"
     mender = Mender(here.ledger, here.attachment, journal=start.journal, witness=witness, kept=here.kept, known=start.incarnations)
-    with contextlib.closing(MetricsFile(config.run.folder / "metrics.jsonl")) as metrics:
+    with open_metrics(config.run.folder, config.trackers, run=config.run.name, settings=config.told()) as metrics:
         keeper = Keeper(
             mender,
             here.attachment.incarnation,
@@ -251,8 +281,9 @@ def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterat
         )
         parts = Parts(
             ledger=here.ledger,
-            buffer=TrainerBuffer(here.ledger, here.waker, here.attachment.incarnation, here.storage),
+            buffer=buffer,
             backend=start.backend,
+            crew=crew,
             worker=here.worker,
             publisher=here.publisher,
             keeper=keeper,
@@ -268,6 +299,8 @@ def _training(config: TrainerDaemonConfig, start: _Start, here: _Here) -> Iterat
             stop=config.stop,
             parts=parts,
             trainer_id=here.trainer_id,
+            normaliser=config.loss.normaliser,
+            max_new_tokens=config.rollout.max_new_tokens,
         )
         yield loop, mender
 

@@ -12,26 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from buffer.client import TrainerBuffer
 from buffer.contract import Attachment, ChunkRecord, Ledger
 from buffer.witness import Witness, WitnessLine
-from consumer.advantages import ADVANTAGES
+from consumer.advantages import find_advantage, needs_whole_step
 from consumer.backend import Backend, SharesDevice, StepReport, digest_now
-from consumer.batch import ChunkBatch, collate
+from consumer.batch import ChunkBatch, collate_step, step_divisor
 from consumer.checkpoint import Progress
 from consumer.config import PUBLISH_S, StopConfig, TrainerConfig
 from consumer.device import Device, OwnDevice
 from consumer.keeper import Keeper
+from consumer.losses.config import Normaliser
 from consumer.mending import Mender
-from consumer.stats import REWARD_WINDOW, MetricsFile, step_stats
+from consumer.ranks.crew import Crew
+from consumer.stats import REWARD_WINDOW, MetricsFile, step_diagnostics, step_stats
 from consumer.stopping import stop_reason
 from consumer.worker import Worker
 from protocol.errors import LedgerRegressed, StepOrder
@@ -49,6 +52,7 @@ class Parts:
     ledger: Ledger
     buffer: TrainerBuffer
     backend: Backend
+    crew: Crew
     worker: Worker
     publisher: Publisher
     keeper: Keeper
@@ -104,12 +108,25 @@ class TrainingLoop:
     """
 
     def __init__(
-        self, attachment: Attachment, progress: Progress, *, trainer: TrainerConfig, publish_every: int, stop: StopConfig, parts: Parts, trainer_id: str
+        self,
+        attachment: Attachment,
+        progress: Progress,
+        *,
+        trainer: TrainerConfig,
+        publish_every: int,
+        stop: StopConfig,
+        parts: Parts,
+        trainer_id: str,
+        normaliser: Normaliser = "token_mean",
+        max_new_tokens: int = 0,
     ) -> None:
+        """`max_new_tokens` is what the normaliser constant divides by."""
         self._attachment = attachment
         self._incarnation = attachment.incarnation
         self._fork = attachment.lineage.forks[attachment.incarnation]
-        self._trainer = trainer
+        advantage = find_advantage(trainer.advantage)
+        self._whole_step = needs_whole_step(advantage)
+        self._collate = functools.partial(collate_step, advantage=advantage, normaliser=normaliser, max_new_tokens=max_new_tokens)
         self._publish_every = publish_every
         self._stop = stop
         self._parts = parts
@@ -181,7 +198,8 @@ class TrainingLoop:
         )
         reply = await parts.mender.trained(self._incarnation, step, after.weights.digest, stats, since=gathered.since)
         failpoint(Failpoint.TRAINER_TRAINED)
-        await self._edge(background, step, after.weights, stats, wanted=reply.checkpoint_wanted)
+        told = stats | step_diagnostics(gathered.batches, after.report)
+        await self._edge(background, step, after.weights, told, wanted=reply.checkpoint_wanted)
         if self.device.shared:  # engines that have the device again find the new version at once
             await parts.publisher.drain(PUBLISH_S)
             await self.device.give()
@@ -235,11 +253,12 @@ class TrainingLoop:
                     upcoming = fetching.create_task(self._take(step, index), name="trainer:fetch")
                 chunks.append(taken.chunk)
                 held.append(taken)
-                if taken.chunk.last or not self.device.shared:
+                if taken.chunk.last or not (self.device.shared or self._whole_step):
                     if not await self._have_device(stopped):
                         break
-                    batches += [await parts.worker.call(self._accumulate, one) for one in held]
-                    held.clear()
+                    for together in [held] if self._whole_step else [[one] for one in held]:
+                        batches += await parts.worker.call(self._accumulate, together)
+                    held = []
                 self.status = dataclasses.replace(self.status, moved_at=time.time())
                 if taken.chunk.last:
                     break
@@ -262,15 +281,15 @@ class TrainingLoop:
     async def _take(self, step: int, index: int) -> _Taken:
         leased = await self._parts.buffer.lease(step, index, self._blocked)
         failpoint(Failpoint.TRAINER_CHUNK_LEASED)
-        chunk, groups = await self._parts.buffer.fetch(leased, self._blocked)
+        chunk, groups = await self._parts.crew.fetch(leased, self._blocked)
         failpoint(Failpoint.TRAINER_CHUNK_FETCHED)
         return _Taken(chunk=chunk, groups=groups)
 
-    async def _edge(self, background: asyncio.TaskGroup, step: int, weights: _Weights, stats: dict[str, JsonValue], *, wanted: bool) -> None:
+    async def _edge(self, background: asyncio.TaskGroup, step: int, weights: _Weights, told: dict[str, JsonValue], *, wanted: bool) -> None:
         """Between two steps: count, publish, checkpoint, tell."""
-        rewards = (*self.progress.rewards, cast("float", stats["reward"]))[-REWARD_WINDOW:]
+        rewards = (*self.progress.rewards, cast("float", told["reward"]))[-REWARD_WINDOW:]
         elapsed_s = self._elapsed_before_s + time.monotonic() - self._started_s
-        tokens = self.progress.tokens + cast("int", stats["tokens"])
+        tokens = self.progress.tokens + cast("int", told["tokens"])
         self.progress = Progress(step=step, tokens=tokens, elapsed_s=elapsed_s, rewards=rewards)
         self._show(step=step + 1)
         if weights.tensors is not None:
@@ -286,7 +305,7 @@ class TrainingLoop:
                 "at": time.time(),
                 "elapsed_s": elapsed_s,
                 "tokens_total": tokens,
-                **stats,
+                **told,
                 **self._publishing(),
             }
         )
@@ -325,16 +344,19 @@ class TrainingLoop:
 
     # -- in the worker's thread ------------------------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, taken: _Taken) -> ChunkBatch:
-        batch = collate(taken.chunk.record, taken.groups, ADVANTAGES[self._trainer.advantage])
-        self._parts.backend.accumulate(batch)
-        failpoint(Failpoint.TRAINER_ACCUMULATED)
-        return batch
+    def _accumulate(self, held: Sequence[_Taken]) -> list[ChunkBatch]:
+        """Chunks whose rollouts are compared with each other."""
+        taken = [(one.chunk, one.groups) for one in held]
+        collated = self._parts.crew.collate([chunk for chunk, _ in taken], lambda: self._collate(taken))
+        for one in collated:
+            self._parts.backend.accumulate(one.mine)
+            failpoint(Failpoint.TRAINER_ACCUMULATED)
+        return [one.told for one in collated]
 
     def _finish(self, step: int, batches: list[ChunkBatch]) -> _Stepped:
         tokens = sum(batch.tokens for batch in batches)
         failpoint(Failpoint.TRAINER_BEFORE_OPTIMIZER)
-        report = self._parts.backend.finish_step(step, tokens)
+        report = self._parts.backend.finish_step(step, step_divisor(batches))
         failpoint(Failpoint.TRAINER_STEPPED)
         if self.device.shared and isinstance(self._parts.backend, SharesDevice):
             self._parts.backend.offload()  # first: what is copied for publishing would lie on the device too

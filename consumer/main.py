@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from consumer.blocks import keep_freed_memory
 from consumer.config import TrainerDaemonConfig, check_sections
 from consumer.daemon import run_trainer
 from consumer.modes import RunHandle, run_recorded, run_shadow
+from consumer.ranks.children import die_with_rank_0
+from consumer.ranks.place import Place, own_place, place_of
 from protocol.config import load
 from protocol.connection import check_server, connect
 from protocol.daemon import arguments, run_daemon
@@ -48,13 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--from-step goes with --resume or --shadow")
     if options.abandon and not (options.resume and options.from_step is not None):
         parser.error("--abandon goes with --resume --from-step N")
+    die_with_rank_0()
     keep_freed_memory()
-    return run_daemon("rl-trainer", lambda stop: train(options, stop))
+    rank = os.environ.get("RANK", "0")
+    return run_daemon("rl-trainer" if rank == "0" else f"rl-trainer rank {rank}", lambda stop: train(options, stop))
 
 
 async def train(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """Check, then hand over to `consumer.daemon`, or to `consumer.modes` for what takes nothing from a run. Raises: `ConfigError`, `RedisUnavailable`."""
+    """Check, then hand over to `consumer.daemon`, on ranks above 0 to `consumer.ranks.follower`, or to `consumer.modes` for what takes nothing from a run.
+
+    Raises: `ConfigError`, `RedisUnavailable`.
+    """
     config = load(TrainerDaemonConfig, options.config, sets=options.set)
+    place = _place(config, alone=options.recorded is not None or options.shadow is not None)
     if options.recorded is not None:
         await run_recorded(config, options.recorded, stop)
         return
@@ -64,6 +73,11 @@ async def train(options: argparse.Namespace, stop: asyncio.Event) -> None:
             "redis.url is empty: give the URL of the run's Redis, such as --set redis.url=unix:///run/redis.sock; the one that `rollstream up` started is "
             f"redis_url in {config.run.folder / 'processes.json'}"
         )
+    if place is not None and place.rank:
+        from consumer.ranks.follower import follow  # torch
+
+        await follow(config, place)
+        return
     keys = Keys(config.run.name)
     identity = identify(config.run, config.model, config.data, config.rollout)
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
@@ -83,9 +97,25 @@ async def train(options: argparse.Namespace, stop: asyncio.Event) -> None:
                 return
             check_sections(buffer=of_run, weights=config.weights, rollout=config.rollout, checkpoint=config.checkpoint)
         new_as = identity if options.new else None
-        await run_trainer(config, ledger, client, keys, stop, new_as=new_as, from_step=options.from_step, abandon=options.abandon, settings=of_run)
+        arguments = ["-c", options.config, *(part for item in options.set for part in ("--set", item)), "--resume"]
+        back = {"from_step": options.from_step, "abandon": options.abandon}
+        await run_trainer(config, ledger, client, keys, stop, new_as=new_as, settings=of_run, place=place, arguments=arguments, **back)
     finally:
         await client.aclose()
+
+
+def _place(config: TrainerDaemonConfig, *, alone: bool) -> Place | None:
+    """None: one process is the trainer. Raises: `ConfigError` for what several ranks cannot do."""
+    found = place_of(os.environ, config.trainer.ranks)
+    if alone:
+        if found is not None:
+            raise ConfigError(f"--shadow and --recorded train in one process, and {found.ranks} were started (WORLD_SIZE): start one")
+        return None
+    if found is None and config.trainer.ranks > 1:
+        found = own_place(config.trainer.ranks)
+    if found is not None and config.placement.layout == "colocated":
+        raise ConfigError("placement.layout colocated with several ranks of the trainer: none of them gives its device away; use another layout, or one rank")
+    return found
 
 
 async def _refuse_existing(ledger: RedisLedger, identity: RunIdentity, config: TrainerDaemonConfig) -> None:

@@ -21,13 +21,15 @@ from buffer.exchange import Export
 from buffer.recording import RecordedStep, Recording
 from buffer.replay import JournalReader, recorded_steps
 from buffer.storage import open_storage
-from consumer.backend import Backend, find_backend
+from consumer.backend import Backend
 from consumer.checkpoint import Checkpoint, Progress, read_checkpoint
 from consumer.config import StopConfig, TrainerDaemonConfig, check_model_folder
 from consumer.offline import OfflineParts, OfflineStep, OfflineTraining, StepSource
+from consumer.ranks.making import make_backend
 from consumer.shelf import Shelf, own_folder
-from consumer.stats import MetricsFile
+from consumer.trackers.tracked import open_metrics
 from consumer.worker import Worker
+from protocol.config import PlacementConfig
 from protocol.connection import Client
 from protocol.errors import ConfigError, IdentityMismatch, ReplayGap
 from protocol.identity import tokenizer_digest
@@ -88,9 +90,19 @@ class _Bench:
         self, source: _Source, progress: Progress, *, stop: StopConfig, on_step: Callable[[OfflineStep], None] = lambda _step: None
     ) -> Iterator[OfflineTraining]:
         """Over its parts, its files open."""
-        with contextlib.closing(MetricsFile(self.folder / "metrics.jsonl")) as metrics:
+        run = f"{self.config.run.name}-{self.folder.name}"
+        with open_metrics(self.folder, self.config.trackers, run=run, settings=self.config.told()) as metrics:
             parts = OfflineParts(backend=self.backend, worker=self.worker, shelf=self.shelf, metrics=metrics, blobs=source.blobs)
-            yield OfflineTraining(source.steps, progress, trainer=self.config.trainer, stop=stop, parts=parts, on_step=on_step)
+            yield OfflineTraining(
+                source.steps,
+                progress,
+                trainer=self.config.trainer,
+                stop=stop,
+                parts=parts,
+                on_step=on_step,
+                normaliser=self.config.loss.normaliser,
+                max_new_tokens=self.config.rollout.max_new_tokens,
+            )
 
 
 @contextlib.asynccontextmanager
@@ -99,8 +111,8 @@ async def _bench(config: TrainerDaemonConfig, folder: Path) -> AsyncIterator[_Be
     async with Worker() as worker:
         with own_folder(folder):
             shelf = Shelf(folder / "checkpoint", config=config.checkpoint, trainer=config.trainer, model_path=config.model_folder)
-            make = await worker.call(find_backend, config.trainer.backend)
-            backend = await worker.call(make, config.model_folder, config.trainer, temperature=config.rollout.temperature, seed=config.run.seed)
+            own = config.model_copy(update={"placement": PlacementConfig()})  # it shares its device with nobody's engines, whatever the run does
+            backend = await worker.call(make_backend, own)
             yield _Bench(config=config, folder=folder, worker=worker, backend=backend, shelf=shelf)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -22,13 +23,14 @@ from buffer.blobs import BlobStore
 from buffer.contract import ChunkRecord
 from buffer.recording import RecordedStep
 from buffer.replay import decoded
-from consumer.advantages import ADVANTAGES
+from consumer.advantages import find_advantage, needs_whole_step
 from consumer.backend import Backend, StepReport, digest_now
-from consumer.batch import ChunkBatch, collate
+from consumer.batch import ChunkBatch, collate_step, step_divisor
 from consumer.checkpoint import Checkpoint, Progress
 from consumer.config import StopConfig, TrainerConfig
+from consumer.losses.config import Normaliser
 from consumer.shelf import Shelf
-from consumer.stats import REWARD_WINDOW, MetricsFile, step_stats
+from consumer.stats import REWARD_WINDOW, MetricsFile, step_diagnostics, step_stats
 from consumer.stopping import stop_reason
 from consumer.worker import Worker
 from protocol.codec import digest
@@ -87,8 +89,14 @@ class OfflineTraining:
         stop: StopConfig,
         parts: OfflineParts,
         on_step: Callable[[OfflineStep], None] = lambda _step: None,
+        normaliser: Normaliser = "token_mean",
+        max_new_tokens: int = 0,
     ) -> None:
-        self._source, self._trainer, self._stop, self._parts, self._on_step = source, trainer, stop, parts, on_step
+        """`max_new_tokens` is what the normaliser constant divides by."""
+        self._source, self._stop, self._parts, self._on_step = source, stop, parts, on_step
+        advantage = find_advantage(trainer.advantage)
+        self._whole_step = needs_whole_step(advantage)
+        self._collate = functools.partial(collate_step, advantage=advantage, normaliser=normaliser, max_new_tokens=max_new_tokens)
         self._elapsed_before_s, self._started_s = progress.elapsed_s, time.monotonic()
         self._trained_on: dict[int, str] = {}
         """Digest of what each step was made of, since this process began."""
@@ -185,7 +193,7 @@ class OfflineTraining:
             rewards=(*self.progress.rewards, cast("float", stats["reward"]))[-REWARD_WINDOW:],
         )
         done = OfflineStep(step=step.step, incarnation=step.incarnation, digest=digest_here, recorded_digest=step.digest)
-        parts.metrics.append(self._line(done, stats))
+        parts.metrics.append(self._line(done, stats | step_diagnostics(batches, report)))
         self._on_step(done)
         if parts.shelf.due(step.step):
             await self._keep()
@@ -217,12 +225,13 @@ class OfflineTraining:
 
     def _take_step(self, step: RecordedStep) -> tuple[list[ChunkBatch], StepReport, str]:
         """In the worker's thread."""
-        backend, batches = self._parts.backend, []
-        for chunk, groups in decoded(step, self._parts.blobs):
-            batch = collate(chunk.record, groups, ADVANTAGES[self._trainer.advantage])
-            backend.accumulate(batch)
-            batches.append(batch)
-        report = backend.finish_step(step.step, sum(batch.tokens for batch in batches))
+        backend, batches = self._parts.backend, list[ChunkBatch]()
+        chunks = decoded(step, self._parts.blobs)
+        for together in [list(chunks)] if self._whole_step else ([chunk] for chunk in chunks):
+            for batch in self._collate(together):
+                backend.accumulate(batch)
+                batches.append(batch)
+        report = backend.finish_step(step.step, step_divisor(batches))
         return batches, report, digest_now(backend)
 
 

@@ -8,7 +8,7 @@ Siblings    slices of arrays that the chunk's groups have in common, in memory t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,15 +48,32 @@ class Siblings:
     """[N] float32, that of the token's rollout"""
     prefix: int
     """Leading tokens that all siblings share, before any trainable one; 0: not known to share any."""
+    weight: FloatArray | None = None
+    """[G] float32, what the loss of a token of each rollout is multiplied by; None: 1."""
+    stretches: IndexArray | None = None
+    """[2, K]: so many tokens of the loss, one after the other, have this staleness; None: all 0."""
+
+    @property
+    def kept(self) -> IndexArray:
+        """[G] int64: tokens of each rollout that enter the loss."""
+        cuts: IndexArray = self.targets.searchsorted(self.starts)
+        return np.diff(cuts)
+
+    @property
+    def age(self) -> IndexArray:
+        """[N] int64, in steps."""
+        return np.zeros(len(self.targets), dtype=np.int64) if self.stretches is None else np.repeat(self.stretches[1], self.stretches[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
     """The spans of all groups of a chunk, one after the other, as the record of its step judges them.
 
-    Shapes: N groups of G rollouts, S spans.
+    Shapes: N groups of up to G rollouts, S spans. A group of fewer is filled up with absent ones, which have no token.
     """
 
+    sizes: IndexArray
+    """[N] rollouts of each group"""
     starts: IndexArray
     """[N, G + 1]: where rollouts begin, in the tokens of their group"""
     cuts: Sequence[int]
@@ -77,6 +94,12 @@ class Spans:
         groups: IndexArray = self.rollouts // size
         return groups
 
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """[N, G]: False for rollouts that are absent."""
+        found: NDArray[np.bool_] = np.arange(self.starts.shape[1] - 1) < self.sizes[:, None]
+        return found
+
     def of(self, group: int) -> slice:
         return slice(self.cuts[group], self.cuts[group + 1])
 
@@ -85,7 +108,7 @@ class Spans:
 class Counts:
     """Tokens of a chunk.
 
-    Shapes: N groups of G rollouts, S spans.
+    Shapes: N groups of up to G rollouts, S spans.
     """
 
     sampled: IndexArray
@@ -95,20 +118,23 @@ class Counts:
     spans: IndexArray
     """[S] trainable tokens of each span, whether it enters or not"""
     context: IndexArray
-    """[N, G] tokens of each rollout before its first trainable one"""
+    """[N, G] tokens of each rollout before its first trainable one; more than any rollout has where it is absent"""
 
 
 def judge_spans(laid: Sequence[Columns], record: StepRecord) -> Spans:
     """Raises: `ValueError` for a token from the future of the step: a bug, never clipped."""
-    size = len(laid[0].lengths) if laid else 1
+    sizes = [len(one.lengths) for one in laid]
+    size = max([1, *sizes])
     starts = np.zeros((len(laid), size + 1), dtype=np.int64)
-    np.cumsum(np.array([one.lengths for one in laid], dtype=np.int64).reshape(len(laid), size), axis=1, out=starts[:, 1:])
+    lengths = [[*one.lengths, *[0] * (size - len(one.lengths))] for one in laid]
+    np.cumsum(np.array(lengths, dtype=np.int64).reshape(len(laid), size), axis=1, out=starts[:, 1:])
     counts = [len(one.spans) for one in laid]
     table = np.concatenate([_NO_SPANS, *(one.spans for one in laid)], dtype=np.int64)
     group, rollout = np.repeat(np.arange(len(laid)), counts), table[:, 0]
     written, which = np.unique(table[:, 1] << 32 | table[:, 2], return_inverse=True)
     judged = judge([Version(version >> 32, version & 0xFFFFFFFF) for version in written.tolist()], record)
     return Spans(
+        sizes=np.array(sizes, dtype=np.int64),
         starts=starts,
         cuts=list(itertools.accumulate(counts, initial=0)),
         rollouts=group * size + rollout,
@@ -119,9 +145,9 @@ def judge_spans(laid: Sequence[Columns], record: StepRecord) -> Spans:
 
 
 def lay(laid: Sequence[Columns], spans: Spans, advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
-    """The groups end to end, and their counts.
+    """The groups end to end, and their counts. Their weights are not there yet.
 
-    Shapes: advantages [N, G].
+    Shapes: advantages [R], of all rollouts that are not absent.
     """
     chunk, (lengths,) = _Chunk(laid, spans), np.diff(spans.edges, axis=0)
     total = np.append(0, np.cumsum(lengths))[list(spans.cuts)]
@@ -188,15 +214,27 @@ class _Chunk:
         spans, out = self._spans, ~self._spans.enter
         kept = self._sampled - sums(spans.rollouts[out], self._in_span[out], self._sampled.size).reshape(self._sampled.shape)
         end = 0
-        for count, advantage in zip(kept.reshape(-1).tolist(), advantages.reshape(-1).tolist(), strict=True):
+        for count, advantage in zip(kept[spans.present].tolist(), advantages.tolist(), strict=True):
             start, end = end, end + count
             self._advantage[start:end] = advantage
-        context = self._first - spans.starts[:, :-1]
+        context = np.where(spans.present, self._first - spans.starts[:, :-1], np.iinfo(np.int64).max)
         counts = Counts(sampled=self._sampled, kept=kept, spans=self._in_span, context=context)
-        return tuple(self._one(i, prefix) for i, prefix in enumerate(context.min(axis=1).tolist())), counts
+        parts = zip(context.min(axis=1).tolist(), spans.sizes.tolist(), self._stretches(), strict=True)
+        return tuple(self._one(i, prefix, size, stretches) for i, (prefix, size, stretches) in enumerate(parts)), counts
 
-    def _one(self, i: int, prefix: int) -> Siblings:
-        chosen, starts = slice(self._ends[i], self._ends[i + 1]), self._spans.starts[i]
+    def _stretches(self) -> Iterator[IndexArray]:
+        """Of each group [2, K]: the tokens of its spans that enter the loss, and their staleness, in the order of the tokens."""
+        spans = self._spans
+        entering = np.flatnonzero(spans.enter & (self._in_span > 0))
+        group, low = spans.groups[entering], spans.edges[0, entering]
+        if ((group[1:] == group[:-1]) & (low[1:] < low[:-1])).any():  # the spans of rollouts may be mixed
+            entering = entering[np.lexsort((low, group))]
+        both = np.stack((self._in_span[entering], spans.ages[entering]))
+        cuts = group.searchsorted(np.arange(len(spans.sizes) + 1)).tolist()
+        return (both[:, start:end] for start, end in itertools.pairwise(cuts))
+
+    def _one(self, i: int, prefix: int, size: int, stretches: IndexArray) -> Siblings:
+        chosen, starts = slice(self._ends[i], self._ends[i + 1]), self._spans.starts[i, : size + 1]
         tokens = self._tokens[self._token_ends[i] : self._token_ends[i + 1]]
         agree = len({tokens[start : start + prefix].tobytes() for start in starts[:-1].tolist()}) == 1
         return Siblings(
@@ -206,6 +244,7 @@ class _Chunk:
             behaviour=self._behaviour[chosen],
             advantage=self._advantage[chosen],
             prefix=prefix if agree else 0,
+            stretches=stretches,
         )
 
 

@@ -1,4 +1,4 @@
-"""What a step is told as: the statistics in its audit event and its line of metrics.jsonl."""
+"""What a step is told as: the statistics in its audit event, and what its line of metrics.jsonl has besides. `consumer.metric_names` names all of it."""
 
 from __future__ import annotations
 
@@ -57,6 +57,20 @@ def step_stats(
         "train_s": train_s,
         "snapshot_s": snapshot_s,
         "digest_s": digest_s,
+    }
+
+
+def step_diagnostics(batches: Sequence[ChunkBatch], report: StepReport) -> dict[str, JsonValue]:
+    """What metrics.jsonl and trackers get beside `step_stats`; the audit event, which stays in Redis, does without."""
+    staleness: Counter[int] = Counter()
+    for batch in batches:
+        staleness.update(batch.staleness)
+    tokens, masked = staleness.total(), sum(batch.masked for batch in batches)
+    return {
+        **report.diagnostics,
+        "staleness_mean": sum(steps * count for steps, count in staleness.items()) / max(1, tokens),
+        "staleness_max": max(staleness, default=0),
+        "masked_fraction": masked / max(1, tokens + masked),
     }
 
 

@@ -1,5 +1,8 @@
 """The torch backend: a transformers causal LM and AdamW in this process.
 
+    chunk ─► micro-batches ─► logits ─► Terms ─► loss ─► gradients add up │ … │ finish_step: ÷ divisor, clip, AdamW
+                                          └────► diagnostics add up
+
 The model runs without dropout: the ratio compares it with an engine that has none. Weights and optimizer are float32.
 """
 
@@ -7,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,8 +23,11 @@ from torch import Tensor
 from consumer.backend import StepReport, TrainingState
 from consumer.batch import SHARED_ROW_LIMIT, ChunkBatch, MicroBatch, Siblings, micro_batches
 from consumer.config import TrainerConfig
+from consumer.diagnostics import Measured, Totals, measure, nothing
 from consumer.gather import whole
-from consumer.losses import TokenLoss, ppo_clip, trust_region
+from consumer.losses import LossConfig, make_loss
+from consumer.losses.terms import Terms
+from consumer.model_shaping import entropy_alone, float32_head, free_bytes, recompute_activations, token_entropy
 from consumer.row_digest import row_digest
 from consumer.snapshot_buffers import SnapshotBuffers
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
@@ -30,28 +36,35 @@ from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import HeldWeights, weights_digest
 
 _LOG = logging.getLogger(__name__)
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _PROBE_TOLERANCE = 1e-4
+_DEFAULT_LOSS = LossConfig()
+_TRAINING = 3
+"""What gradients and AdamW's two moments take, in sizes of the weights."""
 
 
 class TorchBackend:
-    """See `consumer.backend.Backend`.
+    """See `consumer.backend.Backend`. A backend of several ranks overrides `_micro_batches`, `_total`, `_greatest`, `_gradient_norm`, `_load` and `_tensors`.
 
-    Raises: `ConfigError` when the folder holds no causal LM that transformers can load, or one whose parameters go by other names than its files.
+    Raises: `ConfigError` when the folder holds no causal LM that transformers can load, or one whose parameters go by other names than its files; when the
+    loss needs a reference model and there is no room for it.
     """
 
-    def __init__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int, shared: bool = False) -> None:
+    def __init__(
+        self, model_path: Path, config: TrainerConfig, *, loss: LossConfig = _DEFAULT_LOSS, temperature: float, seed: int, shared: bool = False
+    ) -> None:
         """`shared`: its device is not its own, see `consumer.backend.SharesDevice`."""
         torch.set_num_threads(config.torch_threads)
         torch.set_flush_denormal(True)  # moments of weights without gradient decay into them, and arithmetic on denormals is slow
         torch.manual_seed(seed)
         self._config = config
+        self._loss_config, self._loss = loss, make_loss(loss)
         self._temperature = temperature
         self._target = torch.device(config.device)
         self._device = torch.device("cpu") if shared else self._target
         """Where everything lies now."""
         self._shared = shared
-        self._model = _load(model_path, self._device)
+        self._model = self._load(model_path)
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._kept = self._tensors()
         _check_names(model_path, set(self._kept))
@@ -68,30 +81,29 @@ class TorchBackend:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._reference: Any = self._load_reference(model_path) if loss.needs_reference else None
+        self._measured: Measured | None = None
+        """Of the step so far."""
         self._share_prompts = self._sharing_is_exact()
 
     # -- training ----------------------------------------------------------------------------------------------------------------------------
 
     def accumulate(self, batch: ChunkBatch) -> None:
-        for part in micro_batches(batch, max_tokens=self._config.micro_batch_tokens, share_prompts=self._share_prompts):
-            logprobs = self._logprobs(part)
-            target = logprobs.gather(1, self._tensor(part.targets)[:, None])[:, 0]
-            told = self._loss(target, self._tensor(part.behaviour), self._tensor(part.advantage))
-            total = told.loss.sum()
-            total.backward()  # type: ignore[no-untyped-call, unused-ignore]
-            with torch.no_grad():
-                entropy = -(logprobs.exp() * logprobs).nansum()
-                self._sums += torch.stack([total.detach(), told.clipped.sum(), (told.ratio - 1).abs().sum(), entropy]).to("cpu", torch.float64)
+        for part in self._micro_batches(batch):
+            measured = self._backward(part)
+            self._measured = measured if self._measured is None else self._measured.add(measured)
 
-    def finish_step(self, step: int, tokens: int) -> StepReport:
+    def finish_step(self, step: int, divisor: float) -> StepReport:
+        totals = self._totals()
         rate = self._config.lr * min(1.0, step / max(1, self._config.warmup_steps))
-        if not tokens:
+        if self._loss_config.lr_by_ess:
+            rate *= totals.lr_scale
+        if not divisor:
             self.abandon_step()
             return StepReport(loss=0.0, grad_norm=0.0, lr=rate, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        torch._foreach_div_(gradients, float(tokens))
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.grad_clip))
+        if gradients := [p.grad for p in self._parameters.values() if p.grad is not None]:
+            torch._foreach_div_(gradients, float(divisor))
+        norm = self._gradient_norm()
         if not np.isfinite(norm):
             raise RollstreamError(f"step {step}: the gradient's norm is {norm}; look at the rewards and logprobs of its groups, or lower trainer.lr")
         for group in self._optimizer.param_groups:
@@ -99,19 +111,53 @@ class TorchBackend:
         self._optimizer.step()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the step is over here, not where the weights are first needed
-        loss, clipped, deviation, entropy = (self._sums / tokens).tolist()
         self.abandon_step()
-        return StepReport(loss=loss, grad_norm=norm, lr=rate, entropy=entropy, clip_fraction=clipped, ratio_dev=deviation)
+        return StepReport(
+            loss=totals.loss / divisor,
+            grad_norm=norm,
+            lr=rate,
+            entropy=totals.mean("entropy"),
+            clip_fraction=totals.mean("clipped"),
+            ratio_dev=totals.mean("deviation"),
+            diagnostics=totals.figures(reference=self._reference is not None),
+        )
 
     def abandon_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._sums.zero_()
+        self._measured = None
 
-    def _logprobs(self, part: MicroBatch) -> Tensor:
+    def _backward(self, part: MicroBatch) -> Measured:
+        logprobs = self._logprobs(self._model, part)
+        terms = self._terms(part, logprobs)
+        told = self._loss(terms)
+        total = (told.loss * self._tensor(part.weight)).sum()
+        total.backward()  # type: ignore[no-untyped-call, unused-ignore]
+        return measure(terms, told, loss=total.detach(), entropy=entropy_alone(logprobs) if terms.entropy is None else terms.entropy)
+
+    def _terms(self, part: MicroBatch, logprobs: Tensor) -> Terms:
+        """What the loss sees of `logprobs` [N, V]. One optimizer step a batch: the policy at the start of the step is the one being optimised."""
+        targets = self._tensor(part.targets)
+        target = _at(logprobs, targets)
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = _at(self._logprobs(self._reference, part), targets)
+        return Terms(
+            target=target,
+            behaviour=self._tensor(part.behaviour),
+            proximal=target.detach(),
+            advantage=self._tensor(part.advantage),
+            rollout=self._tensor(part.rollout),
+            age=self._tensor(part.age),
+            reference=reference,
+            entropy=token_entropy(logprobs) if self._loss_config.needs_entropy else None,
+        )
+
+    def _logprobs(self, model: Any, part: MicroBatch) -> Tensor:
         """Log-probabilities [N, V] of the vocabulary where the tokens of the loss are predicted, after temperature: comparable with behaviour logprobs."""
         first, last = part.columns
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
-            logits: Tensor = self._model(
+            logits: Tensor = model(
                 input_ids=self._tensor(part.input_ids),
                 position_ids=None if part.position_ids is None else self._tensor(part.position_ids),
                 attention_mask=None if part.attention is None else self._tensor(part.attention),
@@ -119,13 +165,60 @@ class TorchBackend:
                 use_cache=False,
             ).logits
         needed = logits.reshape(-1, logits.shape[-1]).index_select(0, self._tensor(part.logit_index))
-        return torch.log_softmax(needed.float() / self._temperature, -1)
+        needed = needed.float()
+        return torch.log_softmax(needed if self._temperature == 1 else needed / self._temperature, -1)
 
-    def _loss(self, target: Tensor, behaviour: Tensor, advantage: Tensor) -> TokenLoss:
-        config = self._config
-        if config.loss == "ppo_clip":
-            return ppo_clip(target, behaviour, advantage, clip_low=config.clip_low, clip_high=config.clip_high)
-        return trust_region(target, behaviour, advantage, tv_threshold=config.tv_threshold, ratio_cap=config.ratio_cap, pull=config.trust_pull)
+    def _totals(self) -> Totals:
+        measured = nothing(self._device) if self._measured is None else self._measured
+        return Totals(Measured(self._total(measured.sums), self._greatest(measured.greatest)))
+
+    # -- what several ranks do otherwise -------------------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, batch: ChunkBatch) -> Iterable[MicroBatch]:
+        """The chunk, cut. One without tokens in the loss does nothing but take part."""
+        return micro_batches(batch, max_tokens=self._config.micro_batch_tokens, share_prompts=self._share_prompts)
+
+    def _total(self, sums: Tensor) -> Tensor:
+        """The sums of all ranks, added."""
+        return sums
+
+    def _greatest(self, values: Tensor) -> Tensor:
+        """The greatest of all ranks, each by itself."""
+        return values
+
+    def _gradient_norm(self) -> float:
+        """Clips the gradient; its norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.grad_clip))
+
+    def _load(self, path: Path) -> Any:
+        """The model in `path`, on the device, shaped as [trainer] says; its parameters want gradients."""
+        model = _load(path, self._device)
+        if self._config.head_float32:
+            float32_head(model)
+        if self._config.activation_checkpointing:
+            recompute_activations(model)
+        return model
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """By Hugging Face name, tied weights once: what is published and kept."""
+        return self._parameters | {name: b for name, b in self._model.named_buffers() if name in self._model.state_dict()}
+
+    # -- parts -------------------------------------------------------------------------------------------------------------------------------
+
+    def _load_reference(self, path: Path) -> Any:
+        """The starting weights once more, whatever the policy is restored to. Raises: `ConfigError` where there will be no room for it all."""
+        size, free = sum(map(_here, self._kept.values())), free_bytes(self._device)
+        if size + _TRAINING * size > free:
+            raise ConfigError(
+                f"loss.kl_coef {self._loss_config.kl_coef:g}: the reference model takes {_gib(size)} of memory on {self._device}, gradients and optimizer "
+                f"{_gib(_TRAINING * size)} more, and {_gib(free)} are free; set loss.kl_coef = 0, take a larger device, or more of them"
+            )
+        return self._load(path).requires_grad_(False)
+
+    def _models(self) -> Iterator[Any]:
+        yield self._model
+        if self._reference is not None:
+            yield self._reference
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -145,14 +238,12 @@ class TorchBackend:
     def _move(self, device: torch.device, *, whatever: bool = False) -> None:
         if device == self._device and not whatever:
             return
-        self._model.to(device)
+        for model in self._models():
+            model.to(device)
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 state[name] = value.to(device)
         self._device, self._kept = device, self._tensors()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return self._parameters | {name: b for name, b in self._model.named_buffers() if name in self._model.state_dict()}
 
     # -- state -------------------------------------------------------------------------------------------------------------------------------
 
@@ -167,32 +258,43 @@ class TorchBackend:
         return weights_digest({name: view_bytes(tensor) for part in whole(self._kept) for name, tensor in part.items()})
 
     def capture(self) -> TrainingState:
-        rng = {"torch": bytes(torch.get_rng_state().numpy())}
-        if self._target.type == "cuda":
-            rng["cuda"] = bytes(torch.cuda.get_rng_state(self._target).numpy())
-        moments = {
-            f"{moment}.{name}": copy_out(self._optimizer.state[parameter][moment])
-            for name, parameter in self._parameters.items()
-            if parameter in self._optimizer.state
-            for moment in _MOMENTS
-        }
-        return TrainingState(weights={name: copy_out(tensor) for name, tensor in self._kept.items()}, optimizer=moments, rng=rng)
+        moments = {name: copy_out(tensor) for name, tensor in self._moments().items()}
+        return TrainingState(weights={name: copy_out(tensor) for name, tensor in self._kept.items()}, optimizer=moments, rng=self._random_state())
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
         self.abandon_step()
+        self._check(state)
+        for name, tensor in self._kept.items():
+            tensor.copy_(copy_in(state.weights[name]))
+        self._optimizer.state.clear()
+        for name, parameter in self._parameters.items():
+            if f"step.{name}" in state.optimizer:
+                moments = {moment: copy_in(state.optimizer[f"{moment}.{name}"]).to(self._device) for moment in MOMENTS}
+                self._optimizer.state[parameter] = moments
+        self._set_random_state(state)
+
+    def _moments(self) -> dict[str, Tensor]:
+        """By the names they have in a checkpoint."""
+        state = self._optimizer.state
+        return {f"{moment}.{name}": state[p][moment] for name, p in self._parameters.items() if p in state for moment in MOMENTS}
+
+    def _check(self, state: TrainingState) -> None:
+        """Raises: `RollstreamError` if it belongs to another model."""
         if set(state.weights) != set(self._kept):
             odd = sorted(set(state.weights) ^ set(self._kept))
             raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")
         for name, tensor in self._kept.items():
             if tuple(tensor.shape) != state.weights[name].shape:
                 raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {state.weights[name].shape}, expected {tuple(tensor.shape)}")
-            tensor.copy_(copy_in(state.weights[name]))
-        self._optimizer.state.clear()
-        for name, parameter in self._parameters.items():
-            if f"step.{name}" in state.optimizer:
-                moments = {moment: copy_in(state.optimizer[f"{moment}.{name}"]).to(self._device) for moment in _MOMENTS}
-                self._optimizer.state[parameter] = moments
+
+    def _random_state(self) -> dict[str, bytes]:
+        rng = {"torch": bytes(torch.get_rng_state().numpy())}
+        if self._target.type == "cuda":
+            rng["cuda"] = bytes(torch.cuda.get_rng_state(self._target).numpy())
+        return rng
+
+    def _set_random_state(self, state: TrainingState) -> None:
         torch.set_rng_state(torch.frombuffer(bytearray(state.rng["torch"]), dtype=torch.uint8))
         if self._target.type == "cuda" and "cuda" in state.rng:
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.rng["cuda"]), dtype=torch.uint8), self._target)
@@ -208,7 +310,9 @@ class TorchBackend:
             return False
         rng = np.random.default_rng(0)
         prompt, *answers = (rng.integers(0, settings.vocab_size, n, dtype=np.int32) for n in (5, 4, 1, 6))
-        alone, together = (self._logprobs(next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))) for share in (False, True))
+        alone, together = (
+            self._logprobs(self._model, next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))) for share in (False, True)
+        )
         # Alone, rows are sorted by length; bring the shared one into that order: the sibling of 1 token, of 4, of 6.
         together = torch.cat([together[4:5], together[:4], together[5:]])
         exact = bool((alone - together).abs().max() < _PROBE_TOLERANCE)
@@ -232,6 +336,21 @@ def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> C
     )
     count = len(targets)
     return ChunkBatch(groups=(group,), seqs=(), rewards=(), tokens=count, masked=0, staleness={}, group_staleness={}, response_tokens=count)
+
+
+def _at(logprobs: Tensor, targets: Tensor) -> Tensor:
+    """[N, V] at [N] to [N]."""
+    return logprobs.gather(1, targets[:, None])[:, 0]
+
+
+def _here(tensor: Tensor) -> int:
+    """Bytes of it that lie here: a sharded one has its part."""
+    part = tensor if type(tensor) in {Tensor, torch.nn.Parameter} else cast("Any", tensor).to_local()
+    return int(part.nbytes)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _load(path: Path, device: torch.device) -> Any:

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 
 from buffer.config import BufferConfig
 from consumer.config import CheckpointConfig, StopConfig, TrainerConfig
+from consumer.losses.config import LossConfig
+from consumer.megatron.config import MegatronConfig
+from consumer.trackers.config import TrackersConfig
 from deploy.redis_server import socket_path
 from producer.config import EvalConfig, ProducerConfig, RewardConfig
 from producer.engine.config import EngineConfig
@@ -49,6 +52,9 @@ class UpConfig(Tree):
     engine: EngineConfig = EngineConfig()
     producer: ProducerConfig = ProducerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    loss: LossConfig = LossConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    trackers: TrackersConfig = TrackersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     stop: StopConfig = StopConfig()
     http: HttpConfig = HttpConfig()

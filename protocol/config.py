@@ -19,7 +19,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -39,6 +39,9 @@ SECTIONS = (
     "engine",
     "producer",
     "trainer",
+    "loss",
+    "megatron",
+    "trackers",
     "checkpoint",
     "stop",
     "http",
@@ -51,6 +54,8 @@ _ENVIRONMENT = "ROLLSTREAM__"
 class Section(BaseModel):
     """One table of the file. Frozen; unknown keys and wrong types are errors. Each field has a unit in its name, a default, and one line of help."""
 
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Keys that were here once, and what they are called now, with their section."""
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
 
 

@@ -23,7 +23,8 @@ def explain(tree: type[BaseModel], error: Any, source: str, text: str, origins: 
     if kind == "missing":
         return f"{place}: {dotted} is missing: {_help(tree, section, key)}"
     if kind == "extra_forbidden":
-        return f"{place}: unknown key {dotted}{suggest(key, _fields(tree, section), section)}"
+        now = _moved(tree, section).get(key)
+        return f"{place}: unknown key {dotted}{suggest(key, _fields(tree, section), section) if now is None else f': it is called {now} now'}"
     if kind == "value_error":
         return f"{place}: {dotted + ': ' if section else ''}{error['ctx']['error']}"
     seen = f"got {error['input']!r:.60} ({type(error['input']).__name__})"
@@ -77,9 +78,18 @@ def _line(text: str, *path: str) -> int:
 
 
 def _fields(tree: type[BaseModel], section: str) -> Mapping[str, Any]:
+    found = _section(tree, section)
+    return {} if found is None else found.model_fields
+
+
+def _moved(tree: type[BaseModel], section: str) -> Mapping[str, str]:
+    return getattr(_section(tree, section), "moved", {})
+
+
+def _section(tree: type[BaseModel], section: str) -> type[BaseModel] | None:
     field = tree.model_fields.get(section)
     annotation = field.annotation if field is not None else None
-    return annotation.model_fields if isinstance(annotation, type) and issubclass(annotation, BaseModel) else {}
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _help(tree: type[BaseModel], section: str, key: str) -> str:

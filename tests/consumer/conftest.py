@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from buffer.client import ProducerBuffer
 from buffer.contract import StepRecord
 from buffer.redis_ledger import RedisLedger
 from consumer.config import TrainerConfig
+from consumer.losses import LossConfig
 from consumer.torch_backend import TorchBackend
 from protocol.codec import digest, encode_group
 from protocol.connection import Client
@@ -88,8 +89,9 @@ def sampler(model_path: Path) -> Sampler:
 
 @pytest.fixture
 def make_backend(model_path: Path) -> Callable[..., TorchBackend]:
-    def make(path: Path | None = None, *, temperature: float = 1.0, **settings: Any) -> TorchBackend:
-        return TorchBackend(path or model_path, TrainerConfig(**({"lr": 1e-2, "warmup_steps": 2} | settings)), temperature=temperature, seed=3)
+    def make(path: Path | None = None, *, temperature: float = 1.0, loss: Mapping[str, Any] | None = None, **settings: Any) -> TorchBackend:
+        config = TrainerConfig(**({"lr": 1e-2, "warmup_steps": 2} | settings))
+        return TorchBackend(path or model_path, config, loss=LossConfig(**(loss or {})), temperature=temperature, seed=3)
 
     return make
 
@@ -107,9 +109,16 @@ class Sampler:
 
     def __init__(self, path: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self._groups: dict[tuple[int, int, Version, int, float], RolloutGroup] = {}
+
+    def group(self, seq: int, *, size: int = 4, version: Version = FIRST, max_new: int = 6, temperature: float = 1.0) -> RolloutGroup:
+        asked = (seq, size, version, max_new, temperature)
+        if asked not in self._groups:
+            self._groups[asked] = self._sampled(*asked)
+        return self._groups[asked]
 
     @torch.no_grad()
-    def group(self, seq: int, *, size: int = 4, version: Version = FIRST, max_new: int = 6, temperature: float = 1.0) -> RolloutGroup:
+    def _sampled(self, seq: int, size: int, version: Version, max_new: int, temperature: float) -> RolloutGroup:
         rng = torch.Generator().manual_seed(1000 + seq)
         prompt = [1, *torch.randint(3, len(VOCAB), (2 + seq % 4,), generator=rng).tolist()]
         ids = torch.tensor([prompt] * size)

@@ -37,10 +37,18 @@ def test_what_is_no_backend_is_refused_by_name(name: str, words: tuple[str, ...]
 
 @pytest.mark.parametrize("name", ["jax", "module:", ":Class", "a b:Class", "module.Class", "1a:B"])
 def test_a_path_that_is_none_is_refused_with_the_file(name: str):
-    with pytest.raises(ValueError, match=r"expected torch, or package\.module:Class"):
+    with pytest.raises(ValueError, match=r"expected torch, megatron, or package\.module:Class"):
         TrainerConfig(backend=name)
 
 
 def test_the_trainer_itself_imports_no_torch():
     code = "import sys, consumer.main, tests.faults.chain_backend; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_megatron_that_is_not_installed_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    for name in [one for one in sys.modules if one.startswith(("consumer.megatron", "megatron"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(ConfigError, match=r"rollstream\[torch,megatron\]"):
+        find_backend("megatron")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from buffer.contract import StepRecord
 from consumer import siblings as siblings_module
 from consumer.advantages import group_mean, group_std
-from consumer.batch import ChunkBatch, collate, micro_batches
+from consumer.batch import ChunkBatch, collate, empty_micro_batch, micro_batches
 from protocol.codec import encode_group
 from protocol.errors import RollstreamError
 from protocol.messages import GroupHeader, Rollout, RolloutGroup, Span
@@ -43,16 +44,21 @@ def random_group(seq: int, header_of: Callable[..., GroupHeader], *, size: int =
 
 
 def expected_entries(groups: list[tuple[GroupHeader, RolloutGroup]], record: StepRecord) -> list[tuple[Any, ...]]:
-    """(context before it, token, behaviour, advantage) of every token in the loss, by plain loops."""
+    """(context before it, token, behaviour, advantage, weight in the mean over rollouts, age) of every token in the loss, by plain loops."""
     entries = []
     for _, group in groups:
         mean = sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
         for rollout in group.rollouts:
-            for span in rollout.spans:
-                for t in range(span.start, span.end):
-                    if rollout.mask[t] and span.version.n >= record.cutoff:
-                        context = tuple(rollout.tokens[:t].tolist())
-                        entries.append((context, int(rollout.tokens[t]), float(rollout.logprobs[t]), round(rollout.reward - mean, 5)))
+            inside = [
+                (t, record.step - 1 - span.version.n)
+                for span in rollout.spans
+                for t in range(span.start, span.end)
+                if rollout.mask[t] and span.version.n >= record.cutoff
+            ]
+            for t, age in inside:
+                context = tuple(rollout.tokens[:t].tolist())
+                told = (round(rollout.reward - mean, 5), round(1 / len(inside), 5), age)
+                entries.append((context, int(rollout.tokens[t]), float(rollout.logprobs[t]), *told))
     return sorted(entries)
 
 
@@ -62,23 +68,36 @@ def laid_entries(batch: ChunkBatch, *, max_tokens: int, share: bool) -> list[tup
     for part in micro_batches(batch, max_tokens=max_tokens, share_prompts=share):
         first, last = part.columns
         rows, columns = np.divmod(part.logit_index, last - first)
-        for row, column, token, behaviour, advantage in zip(rows, columns + first, part.targets, part.behaviour, part.advantage, strict=True):
+        per_token = zip(part.targets, part.behaviour, part.advantage, part.weight, part.age, strict=True)
+        contexts = list[tuple[Any, ...]]()
+        for row, column, (token, behaviour, advantage, weight, age) in zip(rows, columns + first, per_token, strict=True):
             if part.attention is None or part.position_ids is None:
                 context = part.input_ids[row, : column + 1]
             else:
                 seen = np.flatnonzero(part.attention[row, 0, column])
                 assert part.position_ids[row, seen].tolist() == list(range(len(seen)))
                 context = part.input_ids[row, seen]
-            entries.append((tuple(context.tolist()), int(token), float(behaviour), round(float(advantage), 5)))
+            contexts.append(tuple(context.tolist()))
+            entries.append((contexts[-1], int(token), float(behaviour), round(float(advantage), 5), round(float(weight), 5), int(age)))
+        check_rollouts(part.rollout.tolist(), [(*context, int(token)) for context, token in zip(contexts, part.targets, strict=True)])
     return sorted(entries)
+
+
+def check_rollouts(rollout: list[int], read: list[tuple[Any, ...]]) -> None:
+    """`read` ends with the token: within a rollout each token's goes on from the one before it, and rollouts are numbered without gaps."""
+    assert [one for one, _ in itertools.groupby(rollout)] == list(range(max(rollout) + 1))
+    for (one, before), (other, after) in itertools.pairwise(zip(rollout, read, strict=True)):
+        if one == other:
+            assert len(after) > len(before)
+            assert after[: len(before)] == before
 
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
 def test_every_token_in_the_loss_is_laid_once_with_its_own_context(make_record: Record, header_of: Callable[..., GroupHeader], share: bool, max_tokens: int):
     record = make_record(step=6, bound=3)
-    groups = [random_group(seq, header_of) for seq in range(40)]
-    batch = collate(record, groups, group_mean)
+    groups = [random_group(seq, header_of, size=1 + seq % 4) for seq in range(40)]  # siblings may have failed
+    batch = collate(record, groups, group_mean, normaliser="rollout_mean")
     expected = expected_entries(groups, record)
     assert batch.tokens == len(expected)
     assert batch.masked > 0
@@ -111,9 +130,6 @@ def test_a_guard_that_lets_an_old_token_through_stops_the_trainer(make_record: R
 
 
 def test_groups_that_cannot_be_trained_are_named(make_record: Record, header_of: Callable[..., GroupHeader]):
-    groups = [random_group(1, header_of), random_group(2, header_of, size=4)]
-    with pytest.raises(RollstreamError, match=r"group 2 has another number of rollouts"):
-        collate(make_record(step=6), groups, group_std)
     header, group = random_group(3, header_of)
     first = group.rollouts[0]
     bare = dataclasses.replace(first, mask=np.ones_like(first.mask), spans=(Span(version=Version(1, 0), start=0, end=len(first.tokens)),))
@@ -125,6 +141,32 @@ def test_a_chunk_with_only_holes_is_empty(make_record: Record):
     batch = collate(make_record(), [], group_std)
     assert (batch.tokens, batch.seqs) == (0, ())
     assert list(micro_batches(batch, max_tokens=10, share_prompts=True)) == []
+
+
+def test_a_sibling_that_is_all_prompt_shares_a_row_and_adds_nothing(make_record: Record, header_of: Callable[..., GroupHeader]):
+    """It failed before its first token."""
+    header, group = random_group(5, header_of)
+    prompt = int(np.flatnonzero(group.rollouts[0].mask)[0])
+    one = group.rollouts[0]
+    bare = dataclasses.replace(one, tokens=one.tokens[:prompt], mask=one.mask[:prompt], logprobs=one.logprobs[:prompt], spans=())
+    other = RolloutGroup(rollouts=(bare, *group.rollouts[1:]))
+    batch = collate(make_record(step=6), [(header, other)], group_mean, normaliser="rollout_mean")
+    (part,) = micro_batches(batch, max_tokens=10_000, share_prompts=True)
+    assert part.attention is not None
+    expected = expected_entries([(header, other)], make_record(step=6))
+    assert expected == laid_entries(batch, max_tokens=10_000, share=True) == laid_entries(batch, max_tokens=10_000, share=False)
+
+
+def test_an_empty_micro_batch_has_a_token_and_none_in_the_loss():
+    part = empty_micro_batch()
+    assert part.input_ids.shape == (1, 1)
+    assert {len(getattr(part, name)) for name in ("logit_index", "targets", "behaviour", "advantage", "weight", "rollout", "age")} == {0}
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.0, float("nan"), 1.0], [[0.0], [0.0], [0.0]]])
+def test_an_advantage_that_is_not_one_number_a_rollout_is_refused(make_record: Record, header_of: Callable[..., GroupHeader], values: list[Any]):
+    with pytest.raises(RollstreamError, match=r"trainer\.advantage gave"):
+        collate(make_record(step=6), [random_group(1, header_of)], lambda *_: np.array(values, dtype=np.float32))
 
 
 def test_siblings_with_different_prompts_or_long_ones_take_a_row_each(make_record: Record, header_of: Callable[..., GroupHeader]):

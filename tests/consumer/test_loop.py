@@ -150,7 +150,7 @@ async def test_each_stop_criterion_ends_the_run_at_a_step(redis: Client, make_co
 
 
 async def test_the_trust_region_and_group_mean_train_too(redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]):
-    config = configured(make_config(trainer__loss="trust_region", trainer__advantage="group_mean", weights__publish_every=2, stop__steps=3))
+    config = configured(make_config(loss__kind="trust_region", trainer__advantage="group_mean", weights__publish_every=2, stop__steps=3))
     producing(keys)
     await trained(config, redis)
     lines = [orjson.loads(line) for line in (config.run.folder / "metrics.jsonl").read_bytes().splitlines()]

@@ -18,6 +18,7 @@ from buffer.redis_ledger import RedisLedger
 from buffer.replay import JournalReader, ReplayRange
 from buffer.storage import open_storage
 from buffer.witness import read_witness
+from consumer.advantages import ADVANTAGES, Advantages, Rewards, Starts, reinforce_pp, whole_step
 from consumer.checkpoint import Progress
 from consumer.config import StopConfig, TrainerDaemonConfig
 from consumer.daemon import run_trainer
@@ -118,12 +119,33 @@ async def test_two_losses_on_identical_data_differ_in_weights_only(redis: Client
     config = configured(make_config(stop__steps=4, buffer__retention=50))
     producing(keys)
     await train(config, redis)
-    other = configured(make_config(stop__steps=4, buffer__retention=50, trainer__loss="trust_region"))
+    other = configured(make_config(stop__steps=4, buffer__retention=50, loss__kind="trust_region"))
     await run_shadow(other, await handle(config, redis), asyncio.Event(), name="tr", from_step=None)
     mine, theirs = metrics(config.run.folder), metrics(config.run.folder / "shadow-tr")
     for name in ("step", "tokens", "reward", "masked", "staleness", "groups"):
         assert [line[name] for line in theirs] == [line[name] for line in mine]
     assert theirs[-1]["digest"] != theirs[-1]["recorded_digest"]
+
+
+async def test_an_advantage_over_the_step_is_given_all_its_rollouts_at_once_in_a_run_and_in_a_shadow(
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any], *, monkeypatch: pytest.MonkeyPatch
+):
+    """Of two chunks a step. And the normaliser's constant comes from the configuration."""
+    groups: list[int] = []
+
+    @whole_step
+    def watched(rewards: Rewards, starts: Starts) -> Advantages:
+        groups.append(len(starts) - 1)
+        return reinforce_pp(rewards, starts)
+
+    monkeypatch.setitem(ADVANTAGES, "reinforce_pp", watched)
+    config = configured(make_config(stop__steps=2, buffer__retention=50, trainer__advantage="reinforce_pp", loss__normaliser="constant"))
+    producing(keys)
+    await train(config, redis)
+    assert groups == [4, 4]
+    await run_shadow(config, await handle(config, redis), asyncio.Event(), name="same", from_step=None)
+    assert groups == [4, 4, 4, 4]
+    assert {line["step"]: line["digest"] for line in metrics(config.run.folder / "shadow-same")} == digests(config)
 
 
 async def test_a_shadow_goes_on_from_its_own_checkpoint_or_begins_at_a_registered_one(

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from buffer.bias import length_bucket
 from buffer.contract import StepRecord
-from consumer.advantages import group_mean, group_std
+from consumer.advantages import ADVANTAGES, Advantage, group_std
 from consumer.batch import ChunkBatch, collate
+from consumer.losses.config import Normaliser
 from protocol.arrays import pack
 from protocol.codec import decode_group, encode_group
 from protocol.errors import RollstreamError
@@ -26,6 +27,7 @@ from protocol.versions import Fork, Lineage, Version
 STEP = 9
 LINEAGE = Lineage({1: Fork(0, 0), 2: Fork(1, 5), 3: Fork(2, 7)}, head=3)
 VERSIONS = st.sampled_from([Version(1, 0), Version(1, 3), Version(1, 6), Version(2, 6), Version(2, 8), Version(3, 7), Version(3, 8)])
+MAX_NEW_TOKENS = 7
 Part = tuple[Version | None, list[int]]
 
 
@@ -53,10 +55,11 @@ def rollouts(draw: st.DrawFn, prompt: list[int], holes: bool) -> Rollout:
 
 @st.composite
 def chunks(draw: st.DrawFn) -> list[RolloutGroup]:
-    size, found = draw(st.integers(1, 4)), []
+    """Up to 4 groups, of one size or each of its own: siblings may have failed, even all of them."""
+    sizes, found = draw(st.sampled_from([st.just(draw(st.integers(1, 4))), st.integers(0, 4)])), []
     for _ in range(draw(st.integers(0, 4))):
         prompt, holes = draw(st.lists(st.integers(0, 3), min_size=draw(st.sampled_from([0, 1, 1, 1])), max_size=4)), draw(st.booleans())
-        siblings = [prompt if draw(st.integers(0, 5)) else prompt[::-1] for _ in range(size)]
+        siblings = [prompt if draw(st.integers(0, 5)) else prompt[::-1] for _ in range(draw(sizes))]
         found.append(RolloutGroup(rollouts=tuple(draw(rollouts(one, holes)) for one in siblings)))
     return found
 
@@ -100,19 +103,24 @@ def header(seq: int, group: RolloutGroup) -> GroupHeader:
     )
 
 
-def by_rollouts(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup]], advantages: Callable[..., Any]) -> dict[str, Any]:
+def by_rollouts(
+    record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutGroup]], advantage: Advantage, normaliser: Normaliser = "token_mean"
+) -> dict[str, Any]:
     """All that `collate` promises, by plain loops."""
     ages_in_loss, masked_ages, lengths, masked_lengths = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
-    oldest, laid = record.step - 1 - record.cutoff, []
-    rewards = np.array([[one.reward for one in group.rollouts] for _, group in groups])
-    values = advantages(rewards) if groups else []
-    for (head, group), advantage in zip(groups, values, strict=True):
-        starts, targets, behaviour, weights = [0], [], [], []
-        for one, weight in zip(group.rollouts, advantage, strict=True):
+    oldest, laid, divisor = record.step - 1 - record.cutoff, [], 0.0
+    rewards = [one.reward for _, group in groups for one in group.rollouts]
+    sizes = [len(group.rollouts) for _, group in groups]
+    values = iter(advantage(np.array(rewards, dtype=np.float64), np.cumsum([0, *sizes])))
+    for head, group in groups:
+        starts, targets, behaviour, weights = [0], list[int](), list[Any](), list[Any]()
+        stretches, token_weights = list[tuple[int, int]](), list[float]()
+        for one, weight in zip(group.rollouts, values, strict=False):
             ages = np.zeros(len(one.tokens), dtype=np.int32)
             for span in one.spans:
                 ages[span.start : span.end] = record.lineage.staleness(span.version, record.step)
             bucket = length_bucket(int(one.mask.sum()))
+            before = len(targets)
             for t in np.flatnonzero(one.mask).tolist():
                 kept = record.guard == "correct" or ages[t] <= oldest
                 (ages_in_loss if kept else masked_ages)[int(ages[t])] += 1
@@ -121,26 +129,34 @@ def by_rollouts(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutG
                     targets.append(starts[-1] + t)
                     behaviour.append(one.logprobs[t])
                     weights.append(weight)
+            for span in one.spans:
+                count, age = int(one.mask[span.start : span.end].sum()), record.lineage.staleness(span.version, record.step)
+                stretches += [(count, age)] if count and (record.guard == "correct" or age <= oldest) else []
+            count = len(targets) - before
+            token_weights.append(1 / count if count else 1.0)
+            divisor += {"token_mean": count, "rollout_mean": count > 0, "constant": MAX_NEW_TOKENS}[normaliser]
             starts.append(starts[-1] + len(one.tokens))
         if set(starts[:-1]) & set(targets):
             raise RollstreamError(f"group {head.seq}: the first token of a rollout is trainable, but nothing predicts it; a prompt has at least one token")
-        prefix = min(next((t for t, bit in enumerate(one.mask) if bit), len(one.mask)) for one in group.rollouts)
+        prefix = min((next((t for t, bit in enumerate(one.mask) if bit), len(one.mask)) for one in group.rollouts), default=0)
         alike = len({tuple(one.tokens[:prefix].tolist()) for one in group.rollouts}) == 1
         laid.append(
             {
-                "tokens": np.concatenate([one.tokens for one in group.rollouts]),
+                "tokens": np.concatenate([np.zeros(0, dtype=np.int32), *(one.tokens for one in group.rollouts)]),
                 "starts": np.array(starts, dtype=np.int64),
                 "targets": np.array(targets, dtype=np.int64),
                 "behaviour": np.array(behaviour, dtype=np.float32),
                 "advantage": np.array(weights, dtype=np.float32),
                 "prefix": prefix if alike else 0,
+                "weight": np.array(token_weights, dtype=np.float32) if normaliser == "rollout_mean" else None,
+                "stretches": np.array(stretches, dtype=np.int64).reshape(-1, 2).T,
             }
         )
     trainable = sum(int(one.mask.sum()) for _, group in groups for one in group.rollouts)
     return {
         "groups": laid,
         "seqs": tuple(head.seq for head, _ in groups),
-        "rewards": tuple(rewards.reshape(-1).tolist()),
+        "rewards": tuple(rewards),
         "tokens": sum(ages_in_loss.values()),
         "masked": trainable - sum(ages_in_loss.values()),
         "staleness": dict(sorted(ages_in_loss.items())),
@@ -149,6 +165,7 @@ def by_rollouts(record: StepRecord, groups: Sequence[tuple[GroupHeader, RolloutG
         "lengths": dict(sorted(lengths.items())),
         "masked_lengths": dict(sorted(masked_lengths.items())),
         "response_tokens": trainable,
+        "divisor": float(divisor),
     }
 
 
@@ -171,22 +188,23 @@ def bits(value: Any) -> Any:
     groups=chunks(),
     guard=st.sampled_from(["mask", "drop", "correct"]),
     bound=st.integers(0, 9),
-    advantages=st.sampled_from([group_std, group_mean]),
+    advantage=st.sampled_from(list(ADVANTAGES.values())),
+    normaliser=st.sampled_from(["token_mean", "rollout_mean", "constant"]),
     seed=st.integers(0, 9),
 )
 def test_a_chunk_is_what_loops_over_its_rollouts_give(
-    form: Callable[..., RolloutGroup], groups: list[RolloutGroup], guard: str, bound: int, advantages: Callable[..., Any], seed: int
+    form: Callable[..., RolloutGroup], groups: list[RolloutGroup], guard: str, bound: int, advantage: Advantage, normaliser: Any, seed: int
 ) -> None:
     record = StepRecord(step=STEP, incarnation=1, groups=4, chunk=4, guard=guard, cutoff=STEP - 1 - bound, lineage=LINEAGE)
     plain = [(header(seq, group), group) for seq, group in enumerate(groups)]
     formed = [(head, form(group, seed)) for head, group in plain]
     try:
-        expected = by_rollouts(record, plain, advantages)
+        expected = by_rollouts(record, plain, advantage, normaliser)
     except RollstreamError as problem:
         with pytest.raises(RollstreamError, match=re.escape(str(problem))):
-            collate(record, formed, advantages)
+            collate(record, formed, advantage)
         return
-    found = told(collate(record, formed, advantages))
+    found = told(collate(record, formed, advantage, normaliser=normaliser, max_new_tokens=MAX_NEW_TOKENS))
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert bits(found[name]) == bits(value), name

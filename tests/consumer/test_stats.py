@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from consumer.backend import StepReport
 from consumer.batch import collate
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
+from consumer.metric_names import metric_of
 from consumer.stats import step_stats
 from protocol.codec import encode_group
 from protocol.config import validate
@@ -28,6 +30,7 @@ from protocol.identity import identify
 from protocol.keys import Keys
 from protocol.messages import GroupHeader, Reason, Rollout, RolloutGroup, Span
 from protocol.versions import Version
+from tests.consumer.trackers.event_files import scalars
 
 REPORT = StepReport(loss=0.0, grad_norm=0.0, lr=0.0, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
 
@@ -58,8 +61,8 @@ async def test_every_token_of_a_real_run_is_trained_masked_dropped_or_under_way(
     redis: Client, keys: Keys, make_config: Callable[..., dict[str, dict[str, Any]]], producing: Callable[..., Any]
 ):
     """Steps of a run that stops and resumes from an earlier checkpoint, with filtered, failed and READY groups in between."""
-    config = validate(TrainerDaemonConfig, make_config(stop__steps=6), source="test")
-    again = validate(TrainerDaemonConfig, make_config(stop__steps=9), source="test")
+    config = validate(TrainerDaemonConfig, make_config(stop__steps=6, trackers__names=["tensorboard"]), source="test")
+    again = validate(TrainerDaemonConfig, make_config(stop__steps=9, trackers__names=["tensorboard"]), source="test")
     ledger, identity = RedisLedger(redis, keys), identify(config.run, config.model, config.data, config.rollout)
     producing(keys, limit=9 * 4 + 2)
 
@@ -99,3 +102,13 @@ async def test_every_token_of_a_real_run_is_trained_masked_dropped_or_under_way(
     assert {bucket: flow.generated for bucket, flow in found.lengths.items()} == dict(generated)
     assert all(flow.generated == flow.trained + flow.masked + sum(flow.dropped.values()) + flow.outstanding for flow in found.lengths.values())
     assert found.unaccounted == 0
+
+    told = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [name for name in told[-1] if metric_of(name) is None] == [], "every figure has a name"
+    for step in told:
+        assert step["tokens"] == step["tokens_effective"] + step["tokens_clipped"] + step["tokens_idle"]
+    tracked = scalars(config.run.folder / "tensorboard")
+    assert [(step, value) for step, name, value in tracked if name == "tokens"] == [(one["step"], one["tokens"]) for one in told]
+    trained = next(event for event in events if event.op == "trained")
+    assert "mismatch_kl_k3" in told[-1]
+    assert "mismatch_kl_k3" not in trained.fields["stats"], "what stays in Redis is small"

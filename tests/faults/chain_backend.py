@@ -18,6 +18,7 @@ from buffer.witness import WitnessLine
 from consumer.backend import StepReport, TrainingState
 from consumer.batch import ChunkBatch
 from consumer.config import TrainerConfig
+from consumer.losses import LossConfig
 from protocol.versions import Version
 from tests.faults.synthetic import group_of
 from weightsync.snapshot import TensorBytes, weights_digest
@@ -28,7 +29,7 @@ _START = bytes(16)
 class ChainBackend:
     """Satisfies `consumer.backend.Backend`."""
 
-    def __init__(self, model_path: Path, config: TrainerConfig, *, temperature: float, seed: int) -> None:
+    def __init__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int) -> None:
         self._lr = config.lr
         self._chain = _START
         self._steps = 0
@@ -40,9 +41,9 @@ class ChainBackend:
         for i, (seq, group) in enumerate(zip(batch.seqs, batch.groups, strict=True)):
             self._step.update(_group(seq, group.tokens, batch.rewards[i * size : (i + 1) * size]))
 
-    def finish_step(self, step: int, tokens: int) -> StepReport:
+    def finish_step(self, step: int, divisor: float) -> StepReport:
         assert step == self._steps + 1
-        self._chain = _link(self._chain, int(self._rng.integers(1 << 62)), self._step.digest(), tokens)
+        self._chain = _link(self._chain, int(self._rng.integers(1 << 62)), self._step.digest(), int(divisor))
         self._steps = step
         self.abandon_step()
         return StepReport(loss=0.0, grad_norm=0.0, lr=self._lr, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)

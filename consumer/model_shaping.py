@@ -1,0 +1,66 @@
+"""What [trainer] changes about a transformers model's arithmetic and memory, without changing the model's code."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from consumer.losses.terms import LOGPROB_FLOOR
+from protocol.errors import ConfigError
+
+_ROWS = 1024
+"""Entropy is taken of so many tokens at a time: a copy of all logprobs would cost as much memory as the logits."""
+
+
+def float32_head(model: Any) -> None:
+    """The last projection runs in float32, also under autocast. Source: "ScaleRL" (arXiv 2510.13786): trainer and engine agree better.
+
+    Raises: `ConfigError` for a model whose head is no linear layer.
+    """
+    head: Any = model.get_output_embeddings()
+    if not isinstance(model.get_output_embeddings(), torch.nn.Linear):
+        raise ConfigError(f"trainer.head_float32: {type(model).__name__} has no linear layer as its head; set it to false")
+
+    def forward(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+
+    head.forward = forward
+
+
+def recompute_activations(model: Any) -> None:
+    """Each layer keeps its input alone for the backward pass, which computes the rest again: about a third more arithmetic, the same gradient bit by bit.
+
+    The model's own switch works in training mode only, which brings dropout with it. Raises: `ConfigError` for a model that has no such layers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer  # seconds to import, and only this needs it
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(f"trainer.activation_checkpointing: {type(model).__name__} has no layers that transformers knows how to recompute; set it to false")
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def token_entropy(logprobs: Tensor) -> Tensor:
+    """[N, V] to [N], nats; finite with a finite gradient also where a probability is 0."""
+    return torch.cat([-(rows.exp() * rows.clamp(min=LOGPROB_FLOOR)).sum(-1) for rows in torch.split(logprobs, _ROWS)])
+
+
+@torch.no_grad()
+def entropy_alone(logprobs: Tensor) -> Tensor:
+    """The same without a gradient, in fewer passes over memory."""
+    return torch.cat([torch.special.entr(rows.exp()).sum(-1) for rows in torch.split(logprobs, _ROWS)])
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that a tensor on `device` may still take."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept

@@ -1,0 +1,35 @@
+"""The backend of a process as its configuration says, alone or as one rank of several. Imports torch when it is called."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from buffer.shares import Share
+from consumer.backend import Backend, BackendFactory, find_backend
+from consumer.config import TrainerDaemonConfig
+from consumer.ranks.place import Place
+
+
+def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Backend:
+    """In the thread that will train; of several ranks, once their process group is there. Takes seconds. Raises: `ConfigError`."""
+    trainer, options = config.trainer, dict[str, Any]()
+    if config.placement.layout == "colocated":
+        options["shared"] = True
+    if trainer.backend == "megatron":
+        options["megatron"] = config.megatron
+    factory = find_backend(trainer.backend)
+    if place is not None:
+        from consumer.ranks.process_group import device_of
+
+        trainer = trainer.model_copy(update={"device": str(device_of(place, trainer.device))})
+        if trainer.backend == "torch":
+            from consumer.ranks.sharded import ShardedBackend
+
+            factory = cast("BackendFactory", ShardedBackend)
+    return factory(config.model_folder, trainer, loss=config.loss, temperature=config.rollout.temperature, seed=config.run.seed, **options)
+
+
+def share_of(backend: Backend, place: Place) -> Share:
+    """The rank's part of every chunk: its own, or that of the replica of the model that it holds a piece of."""
+    replica = getattr(backend, "replica", None)
+    return place.share if replica is None else Share(*replica)

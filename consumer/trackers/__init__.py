@@ -1,0 +1,1 @@
+"""Where a step's figures go: metrics.jsonl always, and the trackers that [trackers] names, which can neither stop nor slow training."""

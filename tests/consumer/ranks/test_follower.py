@@ -1,0 +1,257 @@
+"""Rank 0 and another rank with a backend that computes nothing: who does what, in which order, and how an error of either ends both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from buffer.contract import ChunkRecord, StepRecord
+from consumer.backend import Backend, StepReport, TrainingState
+from consumer.batch import ChunkBatch
+from consumer.ranks.channel import Call, Hello, Line, RankFailed, RankLost
+from consumer.ranks.follower import Follower
+from consumer.ranks.hub import Hub
+from consumer.ranks.leader import RankedBackend, RankedCrew
+from consumer.ranks.place import Place
+from consumer.worker import Worker
+from protocol.errors import EXIT_TRY_AGAIN, LedgerRegressed, RollstreamError
+
+EMPTY = TrainingState(weights={}, optimizer={}, rng={})
+
+
+class Recording:
+    """Satisfies `consumer.backend.Backend`; `broken` is a call that fails."""
+
+    scatters = True
+
+    def __init__(self, broken: str = "") -> None:
+        self.calls: list[Any] = []
+        self.broken = broken
+
+    def _note(self, call: str, *what: Any) -> None:
+        if call == self.broken:
+            raise ValueError(f"no {call} today")
+        self.calls.append((call, *what) if what else call)
+
+    def accumulate(self, batch: ChunkBatch) -> None:
+        self._note("accumulate", *batch.seqs)
+
+    def finish_step(self, step: int, divisor: float) -> StepReport:
+        self._note("finish_step", step, divisor)
+        return StepReport(loss=0.0, grad_norm=0.0, lr=0.0, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
+
+    def abandon_step(self) -> None:
+        self._note("abandon_step")
+
+    def snapshot(self) -> dict[str, Any]:
+        self._note("snapshot")
+        return {}
+
+    def capture(self) -> TrainingState:
+        self._note("capture")
+        return EMPTY
+
+    def restore(self, state: TrainingState) -> None:
+        self._note("restore")
+
+
+class Shares:
+    """The buffer of one rank; `lost`: the ledger regressed. It agrees with the others, as the real one does, and waits where it is told to."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self.groups, self.lost, self.go = groups, False, asyncio.Event()
+        self.go.set()
+        self.asked: list[int] = []
+
+    async def fetch_share(self, chunk: ChunkRecord, share: Any, agree: Callable[[int], Any], on_blocked: Any = None) -> tuple[ChunkRecord, list[Any]]:
+        self.asked.append(chunk.chunk)
+        await self.go.wait()
+        if self.lost:
+            raise LedgerRegressed("the step is not there")
+        assert await agree(chunk.revision) == (chunk.revision, chunk.revision)
+        mine = {header.seq for header in share.of(chunk.headers)}
+        return chunk, [group for group in self.groups if group[0].seq in mine]
+
+
+def told(seqs: tuple[int, ...]) -> ChunkBatch:
+    return ChunkBatch(
+        groups=(), seqs=seqs, rewards=tuple(4 * [1.0] * len(seqs)), tokens=len(seqs), masked=0, staleness={}, group_staleness={}, response_tokens=0, divisor=0.5
+    )  # type: ignore[arg-type]
+
+
+def collate(taken: Any) -> list[ChunkBatch]:
+    return [told(tuple(header.seq for header, _ in groups)) for _, groups in taken]
+
+
+class Pair:
+    def __init__(
+        self, hub: Hub, ranked: RankedBackend, worker: Worker, both: tuple[Recording, Recording], shares: tuple[Shares, Shares], following: Any
+    ) -> None:
+        self.hub, self.ranked, self.worker, self.shares, self.following = hub, ranked, worker, shares, following
+        self.mine, self.other = both
+        self.crew = RankedCrew(shares[0], ranked, hub, Place(rank=0, ranks=2, local_rank=0, host="127.0.0.1", port=1))  # type: ignore[arg-type]
+
+
+async def followed(follower: Follower, line: Line) -> None:
+    try:
+        await follower.run()
+    finally:
+        await line.close()
+
+
+@contextlib.asynccontextmanager
+async def pair(groups: list[Any], *, broken: str = "", here: str = "") -> AsyncIterator[Pair]:
+    """Rank 0, and rank 1 in a task."""
+    mine, other, shares = Recording(here), Recording(broken), (Shares(groups), Shares(groups))
+    place = Place(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
+
+    async def open_buffer(_incarnation: int) -> Any:
+        return shares[1]
+
+    async with asyncio.timeout(30), Worker() as worker, Worker() as others_worker, Hub(2, "127.0.0.1") as hub:
+        line = Line(*await asyncio.open_connection("127.0.0.1", hub.port))
+        line.send(Hello(rank=1, token=hub.token))
+        follower = Follower(place, line, others_worker, make=lambda: other, open_buffer=open_buffer, collate=collate)
+        following = asyncio.create_task(followed(follower, line))
+        try:
+            await hub.gather(10)
+            ranked = RankedBackend(hub, asyncio.get_running_loop())
+            await worker.call(ranked.make, lambda: mine)
+            await hub.ask(Call.BEGIN, incarnation=1)
+            yield Pair(hub, ranked, worker, (mine, other), shares, following)
+            if not following.done():
+                await hub.stop(10)
+                await following
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+@pytest.fixture
+def groups(sampler: Any) -> list[Any]:
+    return [sampler.headed(seq) for seq in range(5)]
+
+
+@pytest.fixture
+def chunk_at(make_record: Callable[..., StepRecord], groups: list[Any]) -> Callable[[int], ChunkRecord]:
+    return lambda at: ChunkRecord(step=1, chunk=at, revision=3, headers=tuple(header for header, _ in groups), last=False, record=make_record())
+
+
+async def trained(both: Pair, chunk: ChunkRecord) -> list[ChunkBatch]:
+    found, groups = await both.crew.fetch(chunk, lambda _edge: None)
+    collated = await both.worker.call(both.crew.collate, [found], lambda: collate([(found, groups)]))
+    for one in collated:
+        await both.worker.call(both.ranked.accumulate, one.mine)
+    return [one.told for one in collated]
+
+
+async def test_all_ranks_do_what_rank_0_is_asked_each_on_its_share(groups: list[Any], chunk_at: Callable[[int], ChunkRecord]):
+    async with pair(groups) as both:
+        await both.worker.call(both.ranked.restore, EMPTY)
+        batches = [one for at in (0, 1) for one in await trained(both, chunk_at(at))]
+        assert [batch.seqs for batch in batches] == [(0, 1, 2, 3, 4)] * 2, "told as a whole, in the chunk's order"
+        assert [(batch.tokens, batch.divisor) for batch in batches] == [(5, 1.0)] * 2
+        await both.worker.call(both.ranked.finish_step, 1, 2.0)
+        for call in (both.ranked.snapshot, both.ranked.digest, both.ranked.capture):
+            await both.worker.call(call)
+        await both.worker.call(both.ranked.abandon_step)
+    assert [call if isinstance(call, str) else call[0] for call in both.mine.calls] == [call if isinstance(call, str) else call[0] for call in both.other.calls]
+    assert both.other.calls[3] == ("finish_step", 1, 2.0)
+    mine, others = ({seq for call in one.calls if call[0] == "accumulate" for seq in call[1:]} for one in (both.mine, both.other))
+    assert mine | others == {0, 1, 2, 3, 4}
+    assert not mine & others
+    assert others
+
+
+@pytest.mark.parametrize("call", ["accumulate", "finish_step", "snapshot"])
+async def test_a_rank_that_raises_ends_rank_0_with_its_message(groups: list[Any], chunk_at: Callable[[int], ChunkRecord], call: str):
+    with pytest.raises(RankFailed, match=f"rank 1: ValueError: no {call} today") as raised:  # noqa: PT012 - whichever of the calls it is
+        async with pair(groups, broken=call) as both:
+            await trained(both, chunk_at(0))
+            await both.worker.call(both.ranked.finish_step, 1, 2.0)
+            await both.worker.call(both.ranked.snapshot)
+    assert raised.value.exit_code == 1
+    with pytest.raises(ExceptionGroup) as ended:
+        await both.following
+    assert ended.group_contains(ValueError, match=call)
+    with pytest.raises(RankFailed):
+        await both.hub.ask(Call.CAPTURE)
+
+
+async def test_an_error_of_rank_0_ends_the_others_with_its_message(groups: list[Any], chunk_at: Callable[[int], ChunkRecord]):
+    with pytest.raises(ValueError, match="no accumulate today"):  # noqa: PT012 - with what the other rank says of it
+        async with pair(groups, here="accumulate") as both:
+            try:
+                await trained(both, chunk_at(0))
+            except ValueError as problem:
+                both.hub.end(problem)
+                with pytest.raises(ExceptionGroup) as ended:
+                    await both.following
+                raise
+    assert ended.group_contains(RankLost, match="rank 0 ends: ValueError: no accumulate today")
+
+
+async def test_a_regressed_ledger_seen_by_one_rank_is_rank_0_s_to_mend(groups: list[Any], chunk_at: Callable[[int], ChunkRecord]):
+    async with pair(groups) as both:
+        both.shares[1].lost = True
+        with pytest.raises(LedgerRegressed, match="rank 1: the step is not there"):
+            await trained(both, chunk_at(0))
+        both.shares[1].lost = False
+        await both.worker.call(both.ranked.abandon_step)
+        await trained(both, chunk_at(0))
+    assert [call[0] if isinstance(call, tuple) else call for call in both.other.calls] == ["abandon_step", "accumulate"]
+
+
+async def test_an_abandoned_fetch_is_forgotten_by_all(groups: list[Any], chunk_at: Callable[[int], ChunkRecord]):
+    async with pair(groups) as both:
+        both.shares[1].go.clear()
+        fetching = asyncio.create_task(both.crew.fetch(chunk_at(0), lambda _edge: None))
+        while not both.shares[1].asked:
+            await asyncio.sleep(0)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        await both.worker.call(both.ranked.abandon_step)
+        both.shares[1].go.set()
+        assert [one.seqs for one in await trained(both, chunk_at(1))] == [(0, 1, 2, 3, 4)]
+        assert both.shares[1].asked == [0, 1]
+
+
+async def test_the_end_of_a_rank_ends_a_fetch_that_waits_for_it(groups: list[Any], chunk_at: Callable[[int], ChunkRecord]):
+    with pytest.raises(RankLost, match="rank 1 is gone"):  # noqa: PT012
+        async with pair(groups) as both:
+            both.shares[1].go.clear()
+            fetching = asyncio.create_task(both.crew.fetch(chunk_at(0), lambda _edge: None))
+            while not both.shares[1].asked:
+                await asyncio.sleep(0)
+            both.hub.lost(1, -9)
+            await fetching
+
+
+async def test_a_backend_that_cannot_be_made_is_told(groups: list[Any]):
+    def make() -> Backend:
+        raise RollstreamError("model.path: no such folder")
+
+    async with asyncio.timeout(30), Worker() as worker, Hub(2, "127.0.0.1") as hub:
+        line = Line(*await asyncio.open_connection("127.0.0.1", hub.port))
+        line.send(Hello(rank=1, token=hub.token))
+        place = Place(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
+        follower = Follower(place, line, worker, make=make, open_buffer=None, collate=collate)  # type: ignore[arg-type]
+        with pytest.raises(ExceptionGroup):
+            await follower.run()
+        assert str(await hub.failure()) == "rank 1: model.path: no such folder"
+        await line.close()
+
+
+async def test_the_end_of_rank_0_is_seen_by_one_that_waits_for_commands(groups: list[Any]):
+    async with pair(groups) as both:
+        (line,) = both.hub._lines.values()
+        line._writer.transport.abort()  # as the kernel does when its process is killed
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.shield(both.following)
+    assert ended.group_contains(RankLost, match="rank 0 is gone")
+    assert ended.value.exceptions[0].exit_code == EXIT_TRY_AGAIN

@@ -1,0 +1,174 @@
+"""The control channel over real sockets: commands, answers, and the ways that a rank goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from consumer.ranks.channel import Answer, Call, Command, Hello, Kind, Line, RankFailed, RankLost
+from consumer.ranks.hub import Hub
+from protocol.errors import EXIT_CONFIG, EXIT_TRY_AGAIN, LedgerRegressed
+from protocol.messages import Edge
+
+
+async def knock(hub: Hub, rank: int, token: str | None = None) -> Line:
+    line = Line(*await asyncio.open_connection("127.0.0.1", hub.port))
+    line.send(Hello(rank=rank, token=hub.token if token is None else token))
+    return line
+
+
+@contextlib.asynccontextmanager
+async def three() -> AsyncIterator[tuple[Hub, Line, Line]]:
+    """Rank 0's hub, and the ends of ranks 1 and 2."""
+    async with asyncio.timeout(20), Hub(3, "127.0.0.1") as hub:
+        lines = [await knock(hub, rank) for rank in (2, 1)]
+        await hub.gather(10)
+        try:
+            yield hub, lines[1], lines[0]
+        finally:
+            for line in lines:
+                await line.close()
+
+
+async def answer(line: Line, **fields: object) -> Command:
+    command = await line.receive(Command)
+    line.send(Answer(number=command.number, **fields))  # type: ignore[arg-type]
+    return command
+
+
+async def test_every_rank_hears_a_command_and_all_answers_come_back():
+    async with three() as (hub, one, two):
+        asked = asyncio.create_task(hub.ask(Call.FINISH, step=7, divisor=0.1))
+        heard = await answer(two, kind=Kind.DONE, share=2, figures=({"tokens": 3},))
+        assert (heard.call, heard.step, heard.divisor) == (Call.FINISH, 7, 0.1)
+        await answer(one, kind=Kind.DONE, share=1)
+        answers = await asked
+        assert (answers[1].share, answers[2].share, answers[2].figures) == (1, 2, ({"tokens": 3},))
+
+
+async def test_ranks_agree_on_the_lowest_and_the_highest_as_often_as_they_ask():
+    async with three() as (hub, one, two), hub.talk(Call.FETCH, record=b"\0\xff") as talk:
+        number = (await one.receive(Command)).number
+        assert (await two.receive(Command)).record == b"\0\xff"
+        for mine, others in ((1, (0, 2)), (2, (2, 2))):
+            agreed = asyncio.create_task(talk.agree(mine))
+            for line, value in zip((one, two), others, strict=True):
+                line.send(Answer(number=number, kind=Kind.AGREE, revision=value))
+            assert await agreed == (min(mine, *others), max(mine, *others))
+            for line in (one, two):
+                told = await line.receive(Command)
+                assert (told.number, told.call, told.lowest, told.highest) == (number, Call.AGREED, min(mine, *others), max(mine, *others))
+
+
+async def test_what_a_rank_waits_for_is_told():
+    edges: list[Edge] = []
+    async with three() as (hub, one, two), hub.talk(Call.FETCH, blocked=edges.append) as talk:
+        number = (await two.receive(Command)).number
+        two.send(Answer(number=number, kind=Kind.BLOCKED, edge=Edge.NO_GROUP.value))
+        for line in (one, two):
+            line.send(Answer(number=number, kind=Kind.DONE))
+        await talk.done()
+        assert edges == [Edge.NO_GROUP]
+
+
+async def test_a_rank_s_error_reaches_rank_0_and_the_others_with_its_message_and_exit_code():
+    async with three() as (hub, one, two):
+        asked = asyncio.create_task(hub.ask(Call.COLLATE))
+        await one.receive(Command)
+        await two.receive(Command)
+        two.send(Answer(number=0, kind=Kind.FAILED, words="model.path: no such folder", exit_code=EXIT_CONFIG))
+        with pytest.raises(RankFailed, match=r"rank 2: model\.path: no such folder") as raised:
+            await asked
+        assert raised.value.exit_code == EXIT_CONFIG
+        told = await one.receive(Command)
+        assert (told.call, told.words) == (Call.END, "rank 2: model.path: no such folder")
+        with pytest.raises(RankFailed):
+            await hub.ask(Call.ACCUMULATE)
+        assert str(await hub.failure()) == "rank 2: model.path: no such folder"
+
+
+async def test_a_rank_that_is_gone_ends_whoever_waits_and_says_that_trying_again_is_right():
+    async with three() as (hub, one, two):
+        await two.close()
+        failure = await hub.failure()
+        assert (type(failure), failure.exit_code) == (RankLost, EXIT_TRY_AGAIN)
+        assert str(failure) == "rank 2 is gone: the connection was closed"
+        assert (await one.receive(Command)).call is Call.END
+
+
+async def test_how_a_process_ended_says_more_than_its_connection():
+    async with three() as (hub, _, two):
+        await two.close()
+        await asyncio.sleep(0)
+        hub.lost(2, -9)
+        assert str(await hub.failure()) == "rank 2 is gone: killed by SIGKILL"
+    async with three() as (hub, _, two):
+        await two.close()
+        hub.lost(2, EXIT_CONFIG)
+        failure = await hub.failure()
+        assert (str(failure), failure.exit_code) == ("rank 2: ended with exit code 2, see its log", EXIT_CONFIG)
+
+
+async def test_a_fault_seen_in_a_collective_gives_way_to_that_of_the_rank_that_began_it():
+    async with three() as (hub, one, two):
+        one.send(Answer(number=0, kind=Kind.FAILED, words="RuntimeError: Connection closed by peer", echo=True))
+        await one.flush(1)
+        two.send(Answer(number=0, kind=Kind.FAILED, words="ValueError: odd"))
+        assert str(await hub.failure()) == "rank 2: ValueError: odd"
+    async with three() as (hub, one, _):
+        one.send(Answer(number=0, kind=Kind.FAILED, words="RuntimeError: Connection closed by peer", echo=True))
+        assert str(await hub.failure()) == "rank 1: RuntimeError: Connection closed by peer"
+
+
+async def test_what_the_ledger_refused_a_rank_is_no_end_of_it():
+    async with three() as (hub, one, two):
+        asked = asyncio.create_task(hub.ask(Call.FETCH))
+        await answer(one, kind=Kind.REFUSED, error="LedgerRegressed", words="step 3 is not there")
+        await two.receive(Command)
+        with pytest.raises(LedgerRegressed, match="rank 1: step 3 is not there"):
+            await asked
+        asked = asyncio.create_task(hub.ask(Call.ABANDON))
+        await answer(one, kind=Kind.DONE)
+        await answer(two, kind=Kind.DONE)
+        assert set(await asked) == {1, 2}
+
+
+async def test_a_stranger_is_turned_away_and_a_missing_rank_is_named(caplog: pytest.LogCaptureFixture):
+    async with asyncio.timeout(20), Hub(3, "127.0.0.1") as hub:
+        lines = [await knock(hub, 1)]
+        await asyncio.sleep(0)
+        lines += [await knock(hub, 2, token="guessed"), await knock(hub, 3)]
+        raw = await asyncio.open_connection("127.0.0.1", hub.port)
+        raw[1].write(b"\xff\xff\xff\xffGET / HTTP/1.1\r\n")
+        for line in lines[1:]:
+            with pytest.raises(ConnectionError):
+                await line.receive(Command)
+        assert await raw[0].read() == b""
+        with pytest.raises(RankLost, match=r"rank 2 did not come within 0 s"):
+            await hub.gather(0.01)
+        raw[1].close()
+        for line in lines:
+            await line.close()
+    assert sum("turned away" in record.message for record in caplog.records) == 2
+
+
+async def test_ranks_that_leave_when_told_are_no_failure():
+    async with three() as (hub, one, two):
+        stopping = asyncio.create_task(hub.stop(10))
+        for line in (one, two):
+            assert (await line.receive(Command)).call is Call.STOP
+            await line.close()
+        await stopping
+        assert hub.failed_within(0) is None
+
+
+async def test_the_end_of_rank_0_is_told_with_its_reason():
+    with pytest.raises(ValueError, match="no room"):  # noqa: PT012
+        async with three() as (hub, one, _):
+            hub.end(ValueError("no room"))
+            told = await one.receive(Command)
+            assert (told.call, told.words) == (Call.END, "rank 0 ends: ValueError: no room")
+            raise ValueError("no room")
