@@ -97,11 +97,15 @@ class Follower:
     async def _begin(self) -> None:
         """Rank 0 makes its own backend meanwhile, and commands wait in the thread's queue."""
         try:
-            self._backend = await self._worker.call(self._in_thread, self._make)
-            self._share = share_of(self._backend, self._place)
+            await self._worker.call(self._in_thread, self._made)
         except Exception as problem:
             await self._failed(problem)
             raise
+
+    def _made(self) -> None:
+        """In the thread: the command that waits in its queue may begin before the event loop hears of this."""
+        self._backend = self._make()
+        self._share = share_of(self._backend, self._place)
 
     async def _obey(self, group: asyncio.TaskGroup) -> None:
         while True:

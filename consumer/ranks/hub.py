@@ -13,13 +13,14 @@ import itertools
 import logging
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from consumer.ranks.channel import Answer, Call, Command, Hello, Kind, Line, RankFailed, RankLost
-from protocol.errors import EXIT_FAULT, DecodeError, Fenced, LedgerRegressed, RollstreamError, StepOrder, WireError
+from protocol.errors import EXIT_FAULT, Fenced, LedgerRegressed, RollstreamError, StepOrder, WireError
 from protocol.messages import Edge
 
 _LOG = logging.getLogger(__name__)
@@ -105,7 +106,9 @@ class Hub:
         self._failed = threading.Event()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, self._host or None, 0)
+        both = not self._host and socket.has_dualstack_ipv6()  # one port for both families, since only one can be told
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._server = await asyncio.start_server(self._accept, sock=socket.create_server((self._host, 0), family=family, dualstack_ipv6=both))
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -139,9 +142,13 @@ class Hub:
 
     @contextlib.asynccontextmanager
     async def talk(self, call: Call, *, blocked: Blocked | None = None, **fields: Any) -> AsyncIterator[Talk]:
-        """Tell all others, and hear them while the context is open; `blocked` hears what they wait for. Raises: the failure there was."""
+        """Tell all others, and hear them while the context is open; `blocked` hears what they wait for. Raises: the failure there was; `RankLost` once
+        rank 0 ends.
+        """
         if self._failure is not None:
             raise self._failure
+        if self._stopping:
+            raise RankLost("rank 0 ends")
         number = next(self._numbers)
         talk = self._talks[number] = Talk(self, number, self._expected, blocked)
         try:
@@ -176,6 +183,8 @@ class Hub:
         if self._failure is None and not self._stopping:
             self._stopping = True
             self._end(f"rank 0 ends: {_words(problem)}")
+        for talk in list(self._talks.values()):  # nobody will answer any more
+            talk.fail(RankLost(f"rank 0 ends: {_words(problem)}"))
 
     async def failure(self) -> RollstreamError:
         """Return when there is one: what it was."""
@@ -241,7 +250,7 @@ class Hub:
                     self._fail(RankFailed(rank, answer.words, answer.exit_code), unless_within_s=_ROOT_S if answer.echo else 0.0)
                 elif answer.number in self._talks:
                     self._talks[answer.number].hear(rank, answer)
-        except (ConnectionError, DecodeError) as problem:
+        except (ConnectionError, WireError) as problem:
             if self._stopping:
                 del self._lines[rank]
                 self._changed.set()

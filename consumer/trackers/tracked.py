@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from consumer.stats import MetricsFile
-from consumer.trackers.aside import Aside
+from consumer.trackers.aside import Aside, Tracker
 from consumer.trackers.config import TrackersConfig
 from protocol.messages import JsonValue
 
@@ -51,11 +52,19 @@ def open_metrics(folder: Path, config: TrackersConfig, *, run: str, settings: Ma
 def _asides(folder: Path, config: TrackersConfig, run: str, settings: Mapping[str, JsonValue]) -> Iterator[Aside]:
     for name in config.names:
         if name == "tensorboard":
-            from consumer.trackers.tensorboard import TensorBoard
-
             place = Path(config.tensorboard_dir).absolute() / run if config.tensorboard_dir else folder / "tensorboard"
-            yield Aside(name, lambda step, place=place: TensorBoard(place, first_step=step))  # type: ignore[misc]
+            yield Aside(name, partial(_tensorboard, place))
         else:
-            from consumer.trackers.wandb import WandB
+            yield Aside(name, partial(_wandb, folder, config, run, settings))
 
-            yield Aside(name, lambda _step: WandB(folder, project=config.wandb_project, mode=config.wandb_mode, run=run, settings=settings))
+
+def _tensorboard(place: Path, first_step: int) -> Tracker:
+    from consumer.trackers.tensorboard import TensorBoard  # a package that does not import is a tracker that fails
+
+    return TensorBoard(place, first_step=first_step)
+
+
+def _wandb(folder: Path, config: TrackersConfig, run: str, settings: Mapping[str, JsonValue], _first_step: int) -> Tracker:
+    from consumer.trackers.wandb import WandB
+
+    return WandB(folder, project=config.wandb_project, mode=config.wandb_mode, run=run, settings=settings)

@@ -116,7 +116,7 @@ class Launcher:
         self._settling: asyncio.Task[None] | None = None
         self._unwritten = False
         """`processes.json` is older than what runs."""
-        self._watches: dict[Child, asyncio.Task[None]] = {}
+        self._watches: set[asyncio.Task[None]] = set()
         self._wanted = {role: len(self._scaled(role)) for role in SCALED}
         self._events: asyncio.Queue[_Exited | _NotStarted | _Scale | _StopAsked | _Settled] = asyncio.Queue(maxsize=1024)
         self._resources: Resources | None = None
@@ -172,7 +172,8 @@ class Launcher:
         self._wanted[role] = wish.count
         if added or gone:
             self._note(f"{wish.count} {role}s are wanted: {_named(added)} to come, {_named(gone)} to leave")
-        return self._core.scale(added, gone, now)
+        given_up = [child for child in self._scaled(role) if lives[child].wanted and lives[child].why and child not in added]
+        return self._core.scale(added, [*gone, *given_up], now)  # who was given up is not missed: the others are as many as are wanted
 
     def log_path(self, child: Child) -> Path:
         return self._folder / "logs" / f"{child}.log"
@@ -268,7 +269,7 @@ class Launcher:
             commands = self._core.begin(time.monotonic(), running=list(self._processes))
             while not (finish := self._carry_out(commands, group)):
                 commands = await self._next()
-            for task in (sampler, self._settling, *self._watches.values()):  # watches: of those that the kernel did not let go
+            for task in (sampler, self._settling, *self._watches):  # watches: of those that the kernel did not let go
                 if task is not None:
                     task.cancel()
         for process in self._processes.values():
@@ -343,7 +344,9 @@ class Launcher:
         self._have_watched(child, group)
 
     def _have_watched(self, child: Child, group: asyncio.TaskGroup) -> None:
-        self._watches[child] = group.create_task(self._watch(child), name=f"up:watch-{child}")
+        watch = group.create_task(self._watch(child), name=f"up:watch-{child}")
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
 
     async def _has_nothing_to_do(self, child: Child) -> bool:
         """While a run drains, a producer would only come to leave again, and so would an engine that has left."""

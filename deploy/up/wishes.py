@@ -67,9 +67,11 @@ class Wishes:
             await client.aclose()
 
     async def _take(self, number: int, counts: dict[str, int]) -> None:
-        if number != self._number:
+        if number < self._number:
+            _LOG.warning("Redis has lost the newest wishes for more or fewer processes: what is there stays")
+        elif number > self._number:
             self._refused = {role.value: await self._launcher.scale(role, counts[role]) for role in SCALED if role in counts}
-            self._number = number
+        self._number = number
 
     def _status(self, picture: Picture) -> LauncherStatus:
         """Who runs: a process that is alive, was not told to leave, and has announced itself."""

@@ -152,6 +152,11 @@ async def test_who_was_added_and_cannot_run_ends_nothing(tmp_path: Path, journal
                 await asyncio.sleep(0.01)
         assert "did you mean producer.count?" in launcher.lives[Child(Role.PRODUCER, 1)].why
         assert launcher.wanted[Role.PRODUCER] == 2
+        await launcher.scale(Role.PRODUCER, 1)
+        async with asyncio.timeout(WAIT_S):
+            while launcher.lives[Child(Role.PRODUCER, 1)].wanted:
+                await asyncio.sleep(0.01)
+        assert set(launcher.processes(Role.PRODUCER)) == {Child(Role.PRODUCER, 0)}, "one was given up, and one is wanted: nobody else leaves"
         launcher.request_stop()
         assert await task == Finish(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -104,18 +105,22 @@ async def followed(follower: Follower, line: Line) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pair(groups: list[Any], *, broken: str = "", here: str = "") -> AsyncIterator[Pair]:
-    """Rank 0, and rank 1 in a task."""
+async def pair(groups: list[Any], *, broken: str = "", here: str = "", makes_s: float = 0.0) -> AsyncIterator[Pair]:
+    """Rank 0, and rank 1 in a task, which takes so long to make its backend."""
     mine, other, shares = Recording(here), Recording(broken), (Shares(groups), Shares(groups))
     place = Place(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
 
     async def open_buffer(_incarnation: int) -> Any:
         return shares[1]
 
+    def make() -> Any:
+        time.sleep(makes_s)
+        return other
+
     async with asyncio.timeout(30), Worker() as worker, Worker() as others_worker, Hub(2, "127.0.0.1") as hub:
         line = Line(*await asyncio.open_connection("127.0.0.1", hub.port))
         line.send(Hello(rank=1, token=hub.token))
-        follower = Follower(place, line, others_worker, make=lambda: other, open_buffer=open_buffer, collate=collate)
+        follower = Follower(place, line, others_worker, make=make, open_buffer=open_buffer, collate=collate)
         following = asyncio.create_task(followed(follower, line))
         try:
             await hub.gather(10)
@@ -165,6 +170,12 @@ async def test_all_ranks_do_what_rank_0_is_asked_each_on_its_share(groups: list[
     assert mine | others == {0, 1, 2, 3, 4}
     assert not mine & others
     assert others
+
+
+async def test_a_command_that_comes_while_the_backend_is_being_made_waits_for_it(groups: list[Any]):
+    async with pair(groups, makes_s=0.2) as both:
+        await both.worker.call(both.ranked.abandon_step)
+        assert both.other.calls == ["abandon_step"]
 
 
 @pytest.mark.parametrize("call", ["accumulate", "finish_step", "snapshot"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
 from consumer.ranks.channel import Answer, Call, Command, Hello, Kind, Line, RankFailed, RankLost
 from consumer.ranks.hub import Hub
+from protocol.codec import encode
 from protocol.errors import EXIT_CONFIG, EXIT_TRY_AGAIN, LedgerRegressed
 from protocol.messages import Edge
 
@@ -172,3 +174,36 @@ async def test_the_end_of_rank_0_is_told_with_its_reason():
             told = await one.receive(Command)
             assert (told.call, told.words) == (Call.END, "rank 0 ends: ValueError: no room")
             raise ValueError("no room")
+
+
+async def test_who_waits_for_an_answer_when_rank_0_ends_waits_no_more_and_neither_does_who_asks_later():
+    async with three() as (hub, one, two):
+        asked = asyncio.create_task(hub.ask(Call.ACCUMULATE))
+        await one.receive(Command)
+        await two.receive(Command)
+        hub.end(RuntimeError("another trainer has attached"))
+        with pytest.raises(RankLost, match="rank 0 ends: RuntimeError: another trainer has attached"):
+            await asked
+        with pytest.raises(RankLost, match="rank 0 ends"):
+            await hub.ask(Call.SNAPSHOT)
+
+
+async def test_words_of_a_newer_release_are_a_rank_that_is_lost():
+    async with three() as (hub, one, _):
+        asked = asyncio.create_task(hub.ask(Call.ACCUMULATE))
+        frame = bytearray(encode(Answer(number=1, kind=Kind.DONE)))
+        assert frame.count(b"\xa6schema") == 1
+        at = frame.index(b"\xa6schema") + len(b"\xa6schema")
+        frame[at + 1] = 0x7F  # the major number
+        one._writer.write(len(frame).to_bytes(4, "big") + frame)
+        with pytest.raises(RankLost, match="rank 1 is gone"):
+            await asked
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])])
+async def test_every_address_of_this_machine_reaches_the_one_port_that_is_told(host: str):
+    async with asyncio.timeout(20), Hub(2, "") as hub:
+        line = Line(*await asyncio.open_connection(host, hub.port))
+        line.send(Hello(rank=1, token=hub.token))
+        await hub.gather(10)
+        await line.close()
