@@ -53,7 +53,7 @@ sglang-cpu: $(SGLANG)/installed  ## SGLang for machines without a GPU, in .venv-
 # The lanes of the test suite, with the minutes each may take on two cores.
 test: lane-unit lane-redis lane-cluster lane-demo lane-faults lane-ray lane-sglang  ## the whole test suite
 
-lane-unit: $(VENV)/installed-dev  # 8 minutes
+lane-unit: $(VENV)/installed-dev  # 9 minutes
 	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults and not ray and not sglang'
 
 lane-redis: $(VENV)/installed-dev  # 7 minutes
@@ -62,16 +62,16 @@ lane-redis: $(VENV)/installed-dev  # 7 minutes
 lane-cluster: $(VENV)/installed-dev  # 3 minutes
 	$(BIN)/pytest -q -m 'cluster and not demo and not faults and not ray and not sglang'
 
-lane-demo: $(VENV)/installed-dev  # 4 minutes
+lane-demo: $(VENV)/installed-dev  # 6 minutes
 	$(BIN)/pytest -q -m 'demo and not faults and not ray and not sglang'
 
-lane-faults: $(VENV)/installed-dev  # 10 minutes
+lane-faults: $(VENV)/installed-dev  # 12 minutes
 	$(BIN)/pytest -q -m 'faults and not ray and not sglang'
 
-lane-ray: $(VENV)/installed-dev  # 6 minutes
+lane-ray: $(VENV)/installed-dev  # 7 minutes
 	$(BIN)/pytest -q -m 'ray and not sglang'
 
-lane-sglang: $(VENV)/installed-dev sglang-cpu  # 10 minutes, after two to four for the first installation
+lane-sglang: $(VENV)/installed-dev sglang-cpu  # 12 minutes, after two to four for the first installation
 	$(BIN)/pytest -q -m sglang
 
 test-sglang: $(VENV)/installed-dev sglang-cpu  ## the contract of engines, checked on real SGLang (and on the embedded engine by `make test`)
