@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from consumer.backend import StepReport
 from consumer.losses.ess import ess, lr_scale, weight_sums
 from consumer.losses.terms import LOG_RATIO_BOUND, Terms, TokenLoss, log_ratio
 from consumer.metric_names import AGE_BUCKETS, by_age
@@ -115,6 +116,18 @@ class Totals:
     def lr_scale(self) -> float:
         """What the learning rate is multiplied by under `loss.lr_by_ess`."""
         return lr_scale(self._tail["weight"], self._tail["weight_squared"], self._tail["rollouts"])
+
+    def report(self, divisor: float, *, grad_norm: float, lr: float, reference: bool) -> StepReport:
+        """Of the step that was made with them."""
+        return StepReport(
+            loss=self.loss / divisor,
+            grad_norm=grad_norm,
+            lr=lr,
+            entropy=self.mean("entropy"),
+            clip_fraction=self.mean("clipped"),
+            ratio_dev=self.mean("deviation"),
+            diagnostics=self.figures(reference=reference),
+        )
 
     def figures(self, *, reference: bool) -> dict[str, float]:
         """By name, see `consumer.metric_names`. `reference`: there is a reference model."""

@@ -28,21 +28,19 @@ def ppo_clip(terms: Terms, *, clip_low: float, clip_high: float, dual_clip: floa
     return TokenLoss(loss, clipped, held)
 
 
-def trust_region(terms: Terms, *, tv_threshold: float, ratio_cap: float, pull: float, age_shrink: float = 0.0) -> TokenLoss:
+def trust_region(terms: Terms, *, tv_threshold: float, ratio_cap: float, pull: float) -> TokenLoss:
     """`-keep A sg(min(r, ratio_cap)) log r + pull (log r)^2`, `keep = not (A > 0 and pi - mu > t or A < 0 and pi - mu < -t)`, `t = tv_threshold`.
 
     A token whose probability has already moved further than the threshold in the direction its advantage asks for leaves the policy gradient; the pull
     towards `mu` applies to every token. The threshold alone does not bound r for rare tokens (mu = 1e-5, pi = 1e-2 passes), hence the cap; 0: no cap.
-    `age_shrink` is an experiment: `t = tv_threshold / (1 + age_shrink * age)`. It showed no benefit on the sorting task (250 updates, staleness 2 to 8, 31
-    pairs), and was slower at 8.
+    A threshold that shrinks with a token's staleness, tried on the sorting task (250 updates, staleness 2 to 8, 31 pairs), showed no benefit, and is no option.
     Source: "DPPO" (arXiv 2602.04879), binary total-variation mask; the cap is the truncated importance weight of Espeholt et al., "IMPALA" (arXiv 1802.01561).
     Others: prime-rl's code has the mask and the pull but no cap, its documentation a cap.
     """
     log_r = log_ratio(terms.target, terms.behaviour)
     held = log_r.detach().exp()
     moved = terms.target.detach().exp() - terms.behaviour.exp()
-    threshold: Tensor | float = tv_threshold / (1 + age_shrink * terms.age.to(held.dtype)) if age_shrink else tv_threshold
-    dropped = ((terms.advantage > 0) & (moved > threshold)) | ((terms.advantage < 0) & (moved < -threshold))
+    dropped = ((terms.advantage > 0) & (moved > tv_threshold)) | ((terms.advantage < 0) & (moved < -tv_threshold))
     weight = (held.clamp(max=ratio_cap) if ratio_cap else held) * terms.advantage
     # log r has the gradient of log pi (mu is a constant), and is bounded where log pi may be -inf (0 times -inf is no number).
     loss = -weight.masked_fill(dropped, 0.0) * log_r + pull * log_r.square()

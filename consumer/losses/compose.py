@@ -35,7 +35,7 @@ def _policies(config: LossConfig) -> dict[LossKind, Loss]:
     low, high, cap = config.clip_low, config.clip_high, config.ratio_cap
     return {
         "ppo_clip": partial(ppo_clip, clip_low=low, clip_high=high, dual_clip=config.dual_clip),
-        "trust_region": partial(trust_region, tv_threshold=config.tv_threshold, ratio_cap=cap, pull=config.trust_pull, age_shrink=config.age_shrink),
+        "trust_region": partial(trust_region, tv_threshold=config.tv_threshold, ratio_cap=cap, pull=config.trust_pull),
         "decoupled_ppo": partial(decoupled_ppo, clip_low=low, clip_high=high, ratio_cap=cap, proximal=config.proximal),
         "truncated_is": partial(truncated_is, ratio_cap=cap, level=config.is_level),
         "masked_is": partial(masked_is, mask_low=config.mask_low, mask_high=config.mask_high, level=config.is_level),

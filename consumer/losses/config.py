@@ -42,7 +42,6 @@ class LossConfig(Section):
     tv_threshold: float = Field(
         0.2, gt=0, le=1, description="trust_region: a token whose probability moved further than this the way it should leaves the loss."
     )
-    age_shrink: float = Field(0.0, ge=0, description="trust_region, an experiment: the threshold is divided by 1 + age_shrink * staleness; 0: it is not.")
     trust_pull: float = Field(1e-3, ge=0, description="trust_region: weight of the squared log-ratio, which pulls towards the behaviour policy.")
     ratio_cap: float = Field(
         5.0, ge=0, description="trust_region, decoupled_ppo, truncated_is, cispo, distillation: upper bound of the importance weight; 0: none."

@@ -148,15 +148,7 @@ class MegatronBackend:
         if self._grid.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the step is over here, not where the weights are first needed
         self.abandon_step()
-        return StepReport(
-            loss=totals.loss / divisor,
-            grad_norm=norm,
-            lr=rate,
-            entropy=totals.mean("entropy"),
-            clip_fraction=totals.mean("clipped"),
-            ratio_dev=totals.mean("deviation"),
-            diagnostics=totals.figures(reference=self._reference is not None),
-        )
+        return totals.report(divisor, grad_norm=norm, lr=rate, reference=self._reference is not None)
 
     def abandon_step(self) -> None:
         self._open()

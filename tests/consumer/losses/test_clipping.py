@@ -31,10 +31,10 @@ def naive_ppo(rollout: Sequence[Any], at: Sequence[float], *, dual: float = 0.0)
     return found
 
 
-def naive_trust(rollout: Sequence[Any], at: Sequence[float], *, cap: float, shrink: float) -> list[float]:
+def naive_trust(rollout: Sequence[Any], at: Sequence[float], *, cap: float) -> list[float]:
     found = []
     for token, log_pi in zip(rollout, at, strict=True):
-        moved, threshold = math.exp(token.pi) - math.exp(token.mu), 0.1 / (1 + shrink * token.age)
+        moved, threshold = math.exp(token.pi) - math.exp(token.mu), 0.1
         dropped = (token.advantage > 0 and moved > threshold) or (token.advantage < 0 and moved < -threshold)
         weight = math.exp(token.pi - token.mu)
         if cap:
@@ -75,17 +75,9 @@ def test_the_dual_clip_bounds_what_a_rare_token_with_negative_advantage_costs(ma
 
 
 @pytest.mark.parametrize("cap", [2.0, 0.0])
-@pytest.mark.parametrize("shrink", [0.0, 0.25])
-def test_trust_region_is_its_formula(agrees: Any, cap: float, shrink: float):
-    loss = partial(trust_region, tv_threshold=0.1, ratio_cap=cap, pull=1e-3, age_shrink=shrink)
-    told = agrees(loss, partial(naive_trust, cap=cap, shrink=shrink))
+def test_trust_region_is_its_formula(agrees: Any, cap: float):
+    told = agrees(partial(trust_region, tv_threshold=0.1, ratio_cap=cap, pull=1e-3), partial(naive_trust, cap=cap))
     assert 0 < told.clipped.sum() < len(told.clipped)
-
-
-def test_a_threshold_that_shrinks_with_age_drops_more_and_no_others(terms: Terms):
-    plain, aged = (trust_region(terms, tv_threshold=0.1, ratio_cap=5.0, pull=0.0, age_shrink=s).clipped for s in (0.0, 1.0))
-    assert (aged | ~plain).all()
-    assert aged.sum() > plain.sum()
 
 
 def test_the_cap_bounds_a_rare_token_that_the_threshold_lets_pass(make_terms: Callable[..., Terms], rollouts: Any, slope: Any):

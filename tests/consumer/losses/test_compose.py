@@ -19,7 +19,7 @@ KINDS: tuple[LossKind, ...] = get_args(LossKind)
 POLICY_GRADIENTS = [kind for kind in KINDS if kind not in {"sft", "distillation"}]
 EVERY = [LossConfig(kind=kind) for kind in KINDS] + [
     LossConfig(kind="ppo_clip", dual_clip=3.0),
-    LossConfig(kind="trust_region", ratio_cap=0.0, age_shrink=0.25),
+    LossConfig(kind="trust_region", ratio_cap=0.0),
     LossConfig(kind="decoupled_ppo", proximal="loglinear", ratio_cap=0.0),
     LossConfig(kind="truncated_is", ratio_cap=0.0),
     LossConfig(kind="truncated_is", is_level="sequence", ratio_cap=0.0),
@@ -155,7 +155,6 @@ READ_BY: list[tuple[dict[str, Any], set[str]]] = [
     ({"dual_clip": 1.1}, {"ppo_clip"}),
     ({"proximal": "loglinear"}, {"decoupled_ppo"}),
     ({"tv_threshold": 0.01}, {"trust_region"}),
-    ({"age_shrink": 5.0}, {"trust_region"}),
     ({"trust_pull": 0.1}, {"trust_region"}),
     ({"ratio_cap": 1.01}, {"trust_region", "decoupled_ppo", "truncated_is", "cispo", "distillation"}),
     ({"ratio_floor": 0.99}, {"cispo"}),
