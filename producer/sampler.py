@@ -96,15 +96,16 @@ class Sampler:
             took_s = time.monotonic() - started
             had, piece = draft.tokens, outcome.piece
             draft = draft if piece is None else draft.plus(piece)
-            if outcome.fault is not Fault.OLD_KEYS:
+            nobodys = outcome.fault is None or outcome.fault.nobodys
+            if outcome.fault is None or not nobodys:
                 generate_s += took_s
-            if outcome.fault not in (None, Fault.OLD_KEYS) or (piece is not None and piece.finish_reason != ABORTED):
+            if not nobodys or (piece is not None and piece.finish_reason != ABORTED):
                 attempts.spent_s += took_s
             if draft.ended:
                 continue
             self.retried += 1
             self.kept_tokens += draft.tokens - had
-            if outcome.fault in (None, Fault.OLD_KEYS):
+            if nobodys:
                 self.aborted += 1
                 await asyncio.sleep(attempts.aborted(took_s))
             else:
@@ -151,7 +152,7 @@ class Sampler:
     async def _settle(self, seat: Seat, outcome: Outcome) -> None:
         """Give the seat back, and say of the engine what the outcome tells (rule W3)."""
         fault, problem = outcome.fault, outcome.problem
-        if fault in (None, Fault.OLD_KEYS):
+        if fault is None or fault.nobodys:
             self._pool.release(seat)
         elif fault in (Fault.SLOW, Fault.REJECTED):
             self._pool.release(seat, answered=False)

@@ -58,6 +58,13 @@ class Fault(StrEnum):
     """Its version is none of a run's, such as a fresh boot's."""
     OLD_KEYS = "old keys"
     """An update came between salt and start, so that it rests on older keys and values. Nobody's fault: ask again."""
+    ENDED = "ended"
+    """It was aborted before the engine took it up, which SGLang 0.5.17 says by a status instead of an empty response. Nobody's fault: ask again."""
+
+    @property
+    def nobodys(self) -> bool:
+        """It says nothing against the engine nor the request."""
+        return self in (Fault.OLD_KEYS, Fault.ENDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +127,15 @@ class EngineClient:
         """As `attempt`, for who wants a whole response or none; one that the engine ended on purpose is returned as far as it came.
 
         Raises: `EngineUnavailable` when the engine cannot be reached, breaks the connection, is full or does not get on: leave it alone for a while.
-        `SampleAborted` when an update came between salt and start: ask again, also the same engine. `SampleFailed` when it answers with anything else that must
-        not be trained on, or not within `deadline_s`: ask another engine.
+        `SampleAborted` when an update came between salt and start, or an abort before it: ask again, also the same engine. `SampleFailed` when it answers with
+        anything else that must not be trained on, or not within `deadline_s`: ask another engine.
         """
         outcome = await self.attempt(
             url, input_ids, sampling=sampling, rid=rid, deadline_s=deadline_s, assumed=assumed, span_lag=span_lag, prefix_cache=prefix_cache
         )
         if outcome.fault is None and outcome.piece is not None:
             return outcome.piece
-        if outcome.fault is Fault.OLD_KEYS:
+        if outcome.fault is not None and outcome.fault.nobodys:
             raise SampleAborted(outcome.problem)
         if outcome.fault in (Fault.GONE, Fault.AWAY, Fault.SILENT, Fault.WEDGED):
             raise EngineUnavailable(outcome.problem)
@@ -223,10 +230,11 @@ class EngineClient:
         return await look_at(self._session, url, self._key, deadline_s)
 
 
-_KEEPS = frozenset({Fault.GONE, Fault.AWAY, Fault.SILENT, Fault.WEDGED, Fault.SLOW})
+_KEEPS = frozenset({Fault.GONE, Fault.AWAY, Fault.SILENT, Fault.WEDGED, Fault.SLOW, Fault.ENDED})
 """Faults that say nothing against what had arrived."""
 _REFUSALS = frozenset({401, 403, 404, 405})
 _BUSY = frozenset({408, 429, 502, 503, 504})
+_CLOSED_REQUEST = 499
 
 
 def _network_fault(error: Exception, stall: Stall | None, deadline_s: float) -> tuple[Fault, str]:
@@ -248,6 +256,8 @@ def _status_fault(code: int) -> Fault:
         return Fault.REFUSED
     if code in _BUSY:
         return Fault.AWAY
+    if code == _CLOSED_REQUEST:
+        return Fault.ENDED
     return Fault.REJECTED if 400 <= code < 500 else Fault.BROKEN
 
 

@@ -111,6 +111,18 @@ async def test_a_response_that_fails_without_a_token_costs_an_attempt(stage: Any
             await at.sample()
 
 
+async def test_a_request_that_an_update_aborts_before_it_began_is_asked_again_and_is_nobodys_fault(stage: Any) -> None:
+    """As SGLang 0.5.17 aborts what its HTTP process still holds, by the hundred where requests are short; no retry is allowed here."""
+    ills = iter([Ill(how="499")] * 5)
+    engine = StreamingEngine(behave=lambda _: next(ills, None))
+    async with bench(stage) as at, engine.serving():
+        await at.add("a", engine)
+        assert at.is_whole(await at.sample())
+        assert (at.sampler.aborted, len(engine.requests)) == (5, 6)
+        assert at.pool.resting == {}
+        assert (await at.status("a")).state is EngineState.ROUTABLE
+
+
 async def test_what_an_engine_calls_failed_is_not_kept(stage: Any) -> None:
     engine = StreamingEngine(behave=once(Ill(after=5, how="error")))
     async with bench(stage, sample_retries=1) as at, engine.serving():
