@@ -52,7 +52,8 @@ class TrainerConfig(Section):
         "logprobs so, which is tried at the start; on: anywhere; off: rows padded to the longest, or shared by short siblings.",
     )
     cpu_offload: bool = Field(
-        False, description="With ranks above 1: weights and optimizer lie in host memory, and only the layer at work on the device. Slower, less memory."
+        False,
+        description="Weights and optimizer lie in host memory, where AdamW steps them, and only the layer at work on the device. Much less memory there, slower.",
     )
     torch_threads: int = Field(1, ge=1, description="Threads of one CPU operation. Replays are bitwise equal only at the same number.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the arithmetic; weights and optimizer stay float32.")

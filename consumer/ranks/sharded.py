@@ -50,7 +50,10 @@ class ShardedBackend(TorchBackend):
 
     def __init__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False) -> None:
         if shared:
-            raise ConfigError("placement.layout colocated with trainer.ranks above 1: several ranks keep their devices; use another layout, or one rank")
+            raise ConfigError(
+                "placement.layout colocated with trainer.ranks above 1 or trainer.cpu_offload: shards keep their devices; use another layout, or one rank "
+                "without cpu_offload"
+            )
         device = torch.device(config.device)
         world = dist.group.WORLD
         if world is None:

@@ -42,7 +42,8 @@ def main(_: str, size: str, device: str) -> None:
     query, key, value = (torch.randn((tokens, count, head), device=place, dtype=torch.bfloat16, requires_grad=True) for count in (heads, kv, kv))
     where = sequences_at(ends, place)
     tell("attention-speed", forward_s=seconds(lambda: attend(query, key, value, where), device), tokens=tokens)
-    tell("attention-speed", both_s=seconds(lambda: attend(query, key, value, where).sum().backward(), device), tokens=tokens)  # type: ignore[no-untyped-call]
+    upstream = torch.randn_like(query)
+    tell("attention-speed", both_s=seconds(lambda: torch.autograd.grad(attend(query, key, value, where), (query, key, value), upstream), device), tokens=tokens)
     logits = torch.randn((tokens, shape["vocab_size"]), device=place, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(0, shape["vocab_size"], (tokens,), device=place)
     ways: dict[str, Any] = {"as used": logprobs._kernels}

@@ -88,12 +88,18 @@ def measure(row: str, sizes: Sizes, device: str, loops: dict[str, tuple[Any, Cal
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             owner, step = loops[name]
             if cuda:
-                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
                 torch.cuda.synchronize()
             before = torch.cuda.memory_allocated() if cuda else 0
             began = time.perf_counter()
-            loss = step(batch, parts)
+            try:
+                loss = step(batch, parts)
+            except torch.OutOfMemoryError as problem:
+                tell(f"{row}-failed", loop=name, error=str(problem)[:500])
+                del loops[name], found[name]
+                owner.optimizer.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
+                continue
             if cuda:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - began
@@ -115,6 +121,8 @@ def measure(row: str, sizes: Sizes, device: str, loops: dict[str, tuple[Any, Cal
             peak_bytes=max(one["peak"] for one in rounds),
             loss=rounds[-1]["loss"],
         )
+    if "ours" not in found:
+        return
     ratios = {name: [one["seconds"] / mine["seconds"] for one, mine in zip(found[name], found["ours"], strict=True)] for name in loops if name != "ours"}
     for name, values in ratios.items():
         tell(f"{row}-ratio", against=name, ours_over_it=statistics.median(values), rounds=values)
