@@ -48,12 +48,12 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(8192, ge=1, description="Tokens, padding included, of one forward and backward. Lower it when memory runs out.")
     packing: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Whether the rollouts of a micro-batch lie end to end in one row, without padding. auto: on a GPU in bfloat16, where the model gives the same "
+        description="Whether the rollouts of a micro-batch lie end to end in one row, without padding. auto: on a GPU in bfloat16, if the model gives the same "
         "logprobs so, which is tried at the start; on: anywhere; off: rows padded to the longest, or shared by short siblings.",
     )
     cpu_offload: bool = Field(
         False,
-        description="Weights and optimizer lie in host memory, where AdamW steps them, and only the layer at work on the device. Much less memory there, slower.",
+        description="Weights and optimizer lie in host memory, where AdamW steps them, and only the layer at work on the device: less memory there, slower.",
     )
     torch_threads: int = Field(1, ge=1, description="Threads of one CPU operation. Replays are bitwise equal only at the same number.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the arithmetic; weights and optimizer stay float32.")

@@ -10,6 +10,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from consumer.token_logprobs import Kept
+
 _BLOCK = 4096
 
 
@@ -23,9 +25,7 @@ def forward(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tens
     return logprob, entropy, peak, log_z
 
 
-def backward(
-    logits: Tensor, targets: Tensor, scale: float, entropy: Tensor, peak: Tensor, log_z: Tensor, of_logprob: Tensor, of_entropy: Tensor | None
-) -> Tensor:
+def backward(logits: Tensor, kept: Kept, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
     """As `token_logprobs.backward_blocks`; at least one row."""
     logits = logits.contiguous()
     count, width = logits.shape
@@ -34,15 +34,15 @@ def backward(
     with torch.cuda.device_of(logits):
         _backward[(count, triton.cdiv(width, _BLOCK))](
             logits,
-            targets,
-            entropy,
-            peak,
-            log_z,
+            kept.targets,
+            kept.entropy,
+            kept.peak,
+            kept.log_z,
             of_logprob.contiguous(),
             given,
             found,
             width,
-            scale,
+            kept.scale,
             WITH_ENTROPY=of_entropy is not None,
             BLOCK=_BLOCK,
             num_warps=8,
@@ -51,7 +51,7 @@ def backward(
 
 
 @triton.jit
-def _forward(logits, targets, logprob, entropy, peak, log_z, width, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+def _forward(logits, targets, logprob, entropy, peak, log_z, width, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803, PLR0917
     """One row a program. `total` is the sum of e^(x - most), `mean` that of e^(x - most) (x - most); both are moved along when `most` grows."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * width
@@ -79,7 +79,7 @@ def _forward(logits, targets, logprob, entropy, peak, log_z, width, scale, BLOCK
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def] # noqa: ANN202
+def _backward(  # type: ignore[no-untyped-def] # noqa: ANN202, PLR0917
     logits,  # noqa: ANN001
     targets,  # noqa: ANN001
     entropy,  # noqa: ANN001

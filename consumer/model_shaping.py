@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from consumer.losses.terms import LOGPROB_FLOOR
 from protocol.errors import ConfigError
 
 

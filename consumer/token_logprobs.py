@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,20 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
     return found
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Of each row are kept, beside the logits, its greatest logit and the log of what all of them sum up to above it."""
+class Kept(NamedTuple):
+    """What the backward pass is told beside the logits."""
 
+    targets: Tensor
+    scale: float
+    entropy: Tensor
+    """[N]"""
+    peak: Tensor
+    """[N] greatest scaled logit"""
+    log_z: Tensor
+    """[N] log of what all of them sum up to above it"""
+
+
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         kernels = _kernels(logits.device) if logits.is_cuda and len(logits) else None
@@ -50,7 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logits, targets, entropy, peak, log_z = ctx.saved_tensors
         of_logprob = torch.zeros_like(entropy) if of_logprob is None else of_logprob
         call = backward_blocks if ctx.kernels is None else ctx.kernels.backward
-        return call(logits, targets, ctx.scale, entropy, peak, log_z, of_logprob, of_entropy), None, None
+        return call(logits, Kept(targets, ctx.scale, entropy, peak, log_z), of_logprob, of_entropy), None, None
 
 
 def forward_blocks(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,10 +78,9 @@ def forward_blocks(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tenso
     return logprob, entropy, peak, log_z
 
 
-def backward_blocks(
-    logits: Tensor, targets: Tensor, scale: float, entropy: Tensor, peak: Tensor, log_z: Tensor, of_logprob: Tensor, of_entropy: Tensor | None
-) -> Tensor:
+def backward_blocks(logits: Tensor, kept: Kept, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
     """[N, V] in the dtype of the logits."""
+    targets, scale, entropy, peak, log_z = kept
     found = torch.empty_like(logits)
     for rows in _blocks(logits):
         log_p = _scaled(logits[rows], scale)
@@ -130,6 +140,6 @@ def _difference(kernels: Any, device: torch.device) -> float:
         found = []
         for forward, backward in ((forward_blocks, backward_blocks), (kernels.forward, kernels.backward)):
             logprob, entropy, peak, log_z = forward(logits, targets, 0.8)
-            found.append((logprob, entropy, backward(logits, targets, 0.8, entropy, peak, log_z, upstream[0], each)))
+            found.append((logprob, entropy, backward(logits, Kept(targets, 0.8, entropy, peak, log_z), upstream[0], each)))
         greatest = max(greatest, *(float((one - other).abs().max()) for one, other in zip(*found, strict=True)))
     return greatest

@@ -113,9 +113,7 @@ def test_recomputed_layers_keep_rollouts_apart_too(folder: Callable[[str], Path]
 
 
 @pytest.mark.parametrize(("name", "why"), [("windowed", "sliding_attention"), ("softcapped", "softcap"), ("recurrent", "")])
-def test_a_model_that_packed_rows_would_change_is_refused_with_the_reason(
-    folder: Callable[[str], Path], name: str, why: str, caplog: pytest.LogCaptureFixture
-):
+def test_a_model_that_packed_rows_would_change_is_refused_with_the_reason(folder: Callable[[str], Path], name: str, why: str, caplog: pytest.LogCaptureFixture):
     with pytest.raises(ConfigError, match=rf"trainer\.packing on: .*{why}.*; set it to off"):
         backend_of(folder(name), "on")
     caplog.set_level(logging.INFO, "consumer.packed_rows")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import statistics
 import sys
@@ -24,7 +25,6 @@ from typing import Any
 from benchmarks.gpu.speed.workload import SIZES, model_folder, tell
 from buffer.client import TrainerBuffer
 from buffer.redis_ledger import RedisLedger
-from consumer.batch import ChunkBatch
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
 from consumer.torch_backend import TorchBackend
@@ -60,11 +60,6 @@ class TimedBackend(TorchBackend):
         super().__init__(*arguments, **options)
         self._times = Times()
 
-    def accumulate(self, batch: ChunkBatch) -> None:
-        began = time.monotonic()
-        super().accumulate(batch)
-        self._accumulating = getattr(self, "_accumulating", 0.0) + time.monotonic() - began
-
     def _logits(self, model: Any, part: Any) -> Any:
         times = getattr(self, "_times", None)
         if times is not None and not times.first:
@@ -84,7 +79,7 @@ class TimedBackend(TorchBackend):
 
 
 def told(steps: list[dict[str, float]], *, packed: bool) -> None:
-    pairs = list(zip(steps, steps[1:], strict=False))[_UNCOUNTED - 1 :]
+    pairs = list(itertools.pairwise(steps))[_UNCOUNTED - 1 :]
     gaps = [after["first"] - before["ended"] for before, after in pairs]
     seconds = [after["ended"] - before["ended"] for before, after in pairs]
     asked = [after["first"] - after["asked"] for _, after in pairs]

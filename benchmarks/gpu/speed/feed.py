@@ -1,6 +1,6 @@
 """A producer and an engine in a process of their own: groups made beforehand are put as fast as slots come, every version is acknowledged at once.
 
-    python -m benchmarks.gpu.speed.feed REDIS RUN SIZE
+python -m benchmarks.gpu.speed.feed REDIS RUN SIZE
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
 }
 HEAD_SIZE = {"1b": 128, "tiny": 16}
+_FIRST = Version(1, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def save_model(size: str, device: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def group_of(seq: int, sizes: Sizes, *, version: Version = Version(1, 0)) -> RolloutGroup:
+def group_of(seq: int, sizes: Sizes, *, version: Version = _FIRST) -> RolloutGroup:
     """A function of `seq`. Behaviour logprobs are about those of a model that knows nothing."""
     rng = np.random.default_rng(seq)
     vocabulary = int(SHAPES[sizes.model]["vocab_size"])
