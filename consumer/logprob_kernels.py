@@ -20,7 +20,7 @@ def forward(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tens
     logits = logits.contiguous()
     count, width = logits.shape
     logprob, entropy, peak, log_z = torch.empty((4, count), dtype=torch.float32, device=logits.device).unbind()
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call, unused-ignore]
         _forward[(count,)](logits, targets, logprob, entropy, peak, log_z, width, scale, BLOCK=_BLOCK, num_warps=8)
     return logprob, entropy, peak, log_z
 
@@ -31,7 +31,7 @@ def backward(logits: Tensor, kept: Kept, of_logprob: Tensor, of_entropy: Tensor 
     count, width = logits.shape
     found = torch.empty_like(logits)
     given = of_logprob.contiguous() if of_entropy is None else of_entropy.contiguous()
-    with torch.cuda.device_of(logits):
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call, unused-ignore]
         _backward[(count, triton.cdiv(width, _BLOCK))](
             logits,
             kept.targets,
@@ -50,7 +50,7 @@ def backward(logits: Tensor, kept: Kept, of_logprob: Tensor, of_entropy: Tensor 
     return found
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _forward(logits, targets, logprob, entropy, peak, log_z, width, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803, PLR0917
     """One row a program. `total` is the sum of e^(x - most), `mean` that of e^(x - most) (x - most); both are moved along when `most` grows."""
     row = tl.program_id(0)
@@ -78,7 +78,7 @@ def _forward(logits, targets, logprob, entropy, peak, log_z, width, scale, BLOCK
     tl.store(log_z + row, rest)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward(  # type: ignore[no-untyped-def] # noqa: ANN202, PLR0917
     logits,  # noqa: ANN001
     targets,  # noqa: ANN001

@@ -41,8 +41,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, *, s
     """Shapes: query [T, heads, d], key and value [T, key-value heads, d], of which each serves as many heads; result as query."""
     if query.is_cuda and query.dtype in HALF:
         longest = max(sequences.lengths)
-        return _kernel()(query, key, value, sequences.ends, sequences.ends, longest, longest, scale=scale, window_size=(-1, 0))
-    pieces = zip(*(torch.split(tensor.transpose(0, 1)[None], sequences.lengths, 2) for tensor in (query, key, value)), strict=True)
+        found: Tensor = _kernel()(query, key, value, sequences.ends, sequences.ends, longest, longest, scale=scale, window_size=(-1, 0))
+        return found
+    pieces = zip(*(torch.split(tensor.transpose(0, 1)[None], list(sequences.lengths), 2) for tensor in (query, key, value)), strict=True)
     each = [functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in pieces]
     return torch.cat(each, 2)[0].transpose(0, 1)
 
@@ -89,8 +90,8 @@ def _for_transformers(
     if dropout or len(query) != 1 or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends with dropout, over several rows, or to what follows")
     dtype = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else query.dtype
-    rows = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    return attend(*rows, sequences, scale=scaling)[None], None
+    query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    return attend(query, key, value, sequences, scale=scaling)[None], None
 
 
 @torch.no_grad()
@@ -105,7 +106,7 @@ def kernel_difference(device: torch.device, *, heads: int, kv_heads: int, size: 
     for dtype in (torch.bfloat16, torch.float32):
         with torch.enable_grad():
             leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-            result = attend(*leaves, sequences)
+            result = attend(leaves[0], leaves[1], leaves[2], sequences)
             result.backward(upstream.to(dtype))  # type: ignore[no-untyped-call, unused-ignore]
         found.append([result.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
     return max(float((one - other).norm() / other.norm()) for one, other in zip(*found, strict=True))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,3 +102,17 @@ def test_no_tokens_have_no_logprobs():
     assert logprob.shape == entropy.shape == (0,)
     (logprob.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
+
+
+def test_kernels_that_cannot_be_had_or_are_wrong_are_done_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """Here there is no GPU, and perhaps no Triton: stand-ins show what is asked of kernels before they are used."""
+    look = module._kernels.__wrapped__
+    caplog.set_level(logging.INFO, module.__name__)
+    assert look(torch.device("cpu")) is None
+    right = SimpleNamespace(forward=module.forward_blocks, backward=module.backward_blocks)
+    wrong = SimpleNamespace(forward=module.forward_blocks, backward=lambda *given: module.backward_blocks(*given).mul_(1.01))
+    for kernels, used in ((right, right), (wrong, None)):
+        monkeypatch.setitem(sys.modules, "consumer.logprob_kernels", kernels)
+        monkeypatch.setattr("consumer.logprob_kernels", kernels, raising=False)
+        assert look(torch.device("cpu")) is used
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["logprobs are computed without Triton kernels"] * 2
