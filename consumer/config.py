@@ -46,8 +46,14 @@ class TrainerConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decoupled weight decay.")
     grad_clip: float = Field(1.0, gt=0, description="Upper bound of the gradient's norm.")
     micro_batch_tokens: int = Field(8192, ge=1, description="Tokens, padding included, of one forward and backward. Lower it when memory runs out.")
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether the rollouts of a micro-batch lie end to end in one row, without padding. auto: on a GPU in bfloat16, if the model gives the same "
+        "logprobs so, which is tried at the start; on: anywhere; off: rows padded to the longest, or shared by short siblings.",
+    )
     cpu_offload: bool = Field(
-        False, description="With ranks above 1: weights and optimizer lie in host memory, and only the layer at work on the device. Slower, less memory."
+        False,
+        description="Weights and optimizer lie in host memory, where AdamW steps them, and only the layer at work on the device: less memory there, slower.",
     )
     torch_threads: int = Field(1, ge=1, description="Threads of one CPU operation. Replays are bitwise equal only at the same number.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the arithmetic; weights and optimizer stay float32.")

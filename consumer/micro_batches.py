@@ -8,7 +8,7 @@ A chunk is `Siblings` (a group each, ragged), which are laid out as `MicroBatch`
     P P P c c .
 
 Both give the same logits at the same tokens; shared costs a third of the arithmetic where prompts are as long as responses. Padding stands at the end of a
-row, so causal attention needs no mask for it. `consumer.packing` is the third layout, without padding.
+row, so causal attention needs no mask for it. `consumer.packing` is the third layout, without padding: that of a GPU (`trainer.packing`).
 Invariant: nothing is trimmed: a rollout longer than the micro-batch gets one of its own.
 """
 

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from consumer.losses.terms import LOGPROB_FLOOR
 from protocol.errors import ConfigError
-
-_ROWS = 1024
-"""Entropy is taken of so many tokens at a time: a copy of all logprobs would cost as much memory as the logits."""
 
 
 def float32_head(model: Any) -> None:
@@ -45,17 +41,6 @@ def recompute_activations(model: Any) -> None:
         raise ConfigError(f"trainer.activation_checkpointing: {type(model).__name__} has no layers that transformers knows how to recompute; set it to false")
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def token_entropy(logprobs: Tensor) -> Tensor:
-    """[N, V] to [N], nats; finite with a finite gradient also where a probability is 0."""
-    return torch.cat([-(rows.exp() * rows.clamp(min=LOGPROB_FLOOR)).sum(-1) for rows in torch.split(logprobs, _ROWS)])
-
-
-@torch.no_grad()
-def entropy_alone(logprobs: Tensor) -> Tensor:
-    """The same without a gradient, in fewer passes over memory."""
-    return torch.cat([torch.special.entr(rows.exp()).sum(-1) for rows in torch.split(logprobs, _ROWS)])
 
 
 def free_bytes(device: torch.device) -> int:

@@ -3,6 +3,8 @@
     chunk ─► micro-batches ─► logits ─► Terms ─► loss ─► gradients add up │ … │ finish_step: ÷ divisor, clip, AdamW
                                           └────► diagnostics add up
 
+Micro-batches are packed rows on a GPU, rows padded or shared by siblings elsewhere (`trainer.packing`).
+
 The model runs without dropout: the ratio compares it with an engine that has none. Weights and optimizer are float32.
 """
 
@@ -27,10 +29,13 @@ from consumer.diagnostics import Measured, Totals, measure, nothing
 from consumer.gather import whole
 from consumer.losses import LossConfig, make_loss
 from consumer.losses.terms import Terms
-from consumer.model_shaping import entropy_alone, float32_head, free_bytes, recompute_activations, token_entropy
+from consumer.model_shaping import float32_head, free_bytes, recompute_activations
+from consumer.packed_rows import packed_inputs, quadratic_cost, use_packed_rows
+from consumer.packing import PackedBatch, packed_batches
 from consumer.row_digest import row_digest
 from consumer.snapshot_buffers import SnapshotBuffers
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
+from consumer.token_logprobs import token_logprobs
 from protocol.errors import ConfigError, RollstreamError
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import HeldWeights, weights_digest
@@ -64,7 +69,9 @@ class TorchBackend:
         self._device = torch.device("cpu") if shared else self._target
         """Where everything lies now."""
         self._shared = shared
+        self._packed = False
         self._model = self._load(model_path)
+        self._quadratic = quadratic_cost(self._model) if self._packed else 0.0
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._kept = self._tensors()
         _check_names(model_path, set(self._kept))
@@ -84,7 +91,7 @@ class TorchBackend:
         self._reference: Any = self._load_reference(model_path) if loss.needs_reference else None
         self._measured: Measured | None = None
         """Of the step so far."""
-        self._share_prompts = self._sharing_is_exact()
+        self._share_prompts = not self._packed and self._sharing_is_exact()
 
     # -- training ----------------------------------------------------------------------------------------------------------------------------
 
@@ -118,22 +125,20 @@ class TorchBackend:
         self._optimizer.zero_grad(set_to_none=True)
         self._measured = None
 
-    def _backward(self, part: MicroBatch) -> Measured:
-        logprobs = self._logprobs(self._model, part)
-        terms = self._terms(part, logprobs)
+    def _backward(self, part: MicroBatch | PackedBatch) -> Measured:
+        target, entropy = self._predicted(self._model, part)
+        terms = self._terms(part, target, entropy)
         told = self._loss(terms)
         total = (told.loss * self._tensor(part.weight)).sum()
         total.backward()  # type: ignore[no-untyped-call, unused-ignore]
-        return measure(terms, told, loss=total.detach(), entropy=entropy_alone(logprobs) if terms.entropy is None else terms.entropy)
+        return measure(terms, told, loss=total.detach(), entropy=entropy.detach())
 
-    def _terms(self, part: MicroBatch, logprobs: Tensor) -> Terms:
-        """What the loss sees of `logprobs` [N, V]. One optimizer step a batch: the policy at the start of the step is the one being optimised."""
-        targets = self._tensor(part.targets)
-        target = _at(logprobs, targets)
+    def _terms(self, part: MicroBatch | PackedBatch, target: Tensor, entropy: Tensor) -> Terms:
+        """What the loss sees of these, [N] each. One optimizer step a batch: the policy at the start of the step is the one being optimised."""
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference = _at(self._logprobs(self._reference, part), targets)
+                reference, _ = self._predicted(self._reference, part)
         return Terms(
             target=target,
             behaviour=self._tensor(part.behaviour),
@@ -142,13 +147,20 @@ class TorchBackend:
             rollout=self._tensor(part.rollout),
             age=self._tensor(part.age),
             reference=reference,
-            entropy=token_entropy(logprobs) if self._loss_config.needs_entropy else None,
+            entropy=entropy if self._loss_config.needs_entropy else None,
         )
 
-    def _logprobs(self, model: Any, part: MicroBatch) -> Tensor:
-        """Log-probabilities [N, V] of the vocabulary where the tokens of the loss are predicted, after temperature: comparable with behaviour logprobs."""
-        first, last = part.columns
+    def _predicted(self, model: Any, part: MicroBatch | PackedBatch) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] of the tokens of the loss after temperature, comparable with behaviour logprobs, and the entropy [N]."""
+        return token_logprobs(self._logits(model, part), self._tensor(part.targets), self._temperature)
+
+    def _logits(self, model: Any, part: MicroBatch | PackedBatch) -> Tensor:
+        """[N, V] where the tokens of the loss are predicted."""
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
+            if isinstance(part, PackedBatch):
+                row: Tensor = model(**packed_inputs(part, self._device)).logits
+                return row[0]
+            first, last = part.columns
             logits: Tensor = model(
                 input_ids=self._tensor(part.input_ids),
                 position_ids=None if part.position_ids is None else self._tensor(part.position_ids),
@@ -156,9 +168,7 @@ class TorchBackend:
                 logits_to_keep=torch.arange(first, last, device=self._device),
                 use_cache=False,
             ).logits
-        needed = logits.reshape(-1, logits.shape[-1]).index_select(0, self._tensor(part.logit_index))
-        needed = needed.float()
-        return torch.log_softmax(needed if self._temperature == 1 else needed / self._temperature, -1)
+        return logits.reshape(-1, logits.shape[-1]).index_select(0, self._tensor(part.logit_index))
 
     def _totals(self) -> Totals:
         measured = nothing(self._device) if self._measured is None else self._measured
@@ -166,9 +176,14 @@ class TorchBackend:
 
     # -- what several ranks do otherwise -------------------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: ChunkBatch) -> Iterable[MicroBatch]:
+    def _micro_batches(self, batch: ChunkBatch) -> Iterable[MicroBatch | PackedBatch]:
         """The chunk, cut. One without tokens in the loss does nothing but take part."""
+        if self._packed:
+            return self._packed_batches(batch)
         return micro_batches(batch, max_tokens=self._config.micro_batch_tokens, share_prompts=self._share_prompts)
+
+    def _packed_batches(self, batch: ChunkBatch, *, at_least: int = 0) -> list[PackedBatch]:
+        return packed_batches(batch, max_tokens=self._config.micro_batch_tokens, quadratic=self._quadratic, at_least=at_least)
 
     def _total(self, sums: Tensor) -> Tensor:
         """The sums of all ranks, added."""
@@ -185,6 +200,7 @@ class TorchBackend:
     def _load(self, path: Path) -> Any:
         """The model in `path`, on the device, shaped as [trainer] says; its parameters want gradients."""
         model = _load(path, self._device)
+        self._packed = use_packed_rows(model, self._config, self._target)
         if self._config.head_float32:
             float32_head(model)
         if self._config.activation_checkpointing:
@@ -213,7 +229,7 @@ class TorchBackend:
             yield self._reference
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self._device, non_blocking=True)  # pageable memory is read before this returns; the device need not be idle
 
     # -- turns on a device of several ---------------------------------------------------------------------------------------------------------
 
@@ -303,7 +319,8 @@ class TorchBackend:
         rng = np.random.default_rng(0)
         prompt, *answers = (rng.integers(0, settings.vocab_size, n, dtype=np.int32) for n in (5, 4, 1, 6))
         alone, together = (
-            self._logprobs(self._model, next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))) for share in (False, True)
+            self._logits(self._model, next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))).float().log_softmax(-1)
+            for share in (False, True)
         )
         # Alone, rows are sorted by length; bring the shared one into that order: the sibling of 1 token, of 4, of 6.
         together = torch.cat([together[4:5], together[:4], together[5:]])
@@ -328,11 +345,6 @@ def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> C
     )
     count = len(targets)
     return ChunkBatch(groups=(group,), seqs=(), rewards=(), tokens=count, masked=0, staleness={}, group_staleness={}, response_tokens=count)
-
-
-def _at(logprobs: Tensor, targets: Tensor) -> Tensor:
-    """[N, V] at [N] to [N]."""
-    return logprobs.gather(1, targets[:, None])[:, 0]
 
 
 def _here(tensor: Tensor) -> int:

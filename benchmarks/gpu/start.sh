@@ -31,7 +31,7 @@ unpack() {
     name=$(basename "$file")
     [ -e "$KIT_WORK/kit/$name" ] && continue
     case $name in
-      site.tar.xz | tasks.tar.xz) into=$SITE ;;
+      site.tar.xz | tasks.tar.xz | *.whl) into=$SITE ;;
       shape.tar.xz) into=$KIT_WORK/shape ;;
       smollm2.gguf.*) into= ;;
       *) continue ;;
@@ -39,7 +39,7 @@ unpack() {
     mkdir -p "$KIT_WORK/kit"
     if [ -n "$into" ]; then
       mkdir -p "$into"
-      tar -C "$into" -xJf "$file" || exit 1
+      case $name in *.whl) python3 -m zipfile -e "$file" "$into" || exit 1 ;; *) tar -C "$into" -xJf "$file" || exit 1 ;; esac
       touch "$KIT_WORK/kit/$name"
     else
       cp "$file" "$KIT_WORK/kit/.$name" && mv "$KIT_WORK/kit/.$name" "$KIT_WORK/kit/$name" || exit 1

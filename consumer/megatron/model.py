@@ -28,8 +28,7 @@ from torch.nn import functional
 from consumer.megatron.architecture import Architecture
 from consumer.megatron.config import MegatronConfig
 from consumer.megatron.grid import Grid
-
-_HALF = (torch.bfloat16, torch.float16)
+from consumer.packed_attention import Sequences, attend
 
 
 def make_model(architecture: Architecture, layout: MegatronConfig, grid: Grid, dtype: torch.dtype) -> Any:
@@ -98,18 +97,8 @@ class PackedAttention(nn.Module):
         """Shapes: query [T, heads, d], key and value [T, key-value heads, d]; result [T, heads d]."""
         assert attention_mask is None
         assert attention_bias is None
-        if query.is_cuda and query.dtype in _HALF:
-            from torch.nn.attention.varlen import varlen_attn
-
-            ends, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            gqa = query.shape[1] != key.shape[1]
-            found = varlen_attn(query, key, value, ends, ends, longest, longest, scale=self._scale, window_size=(-1, 0), enable_gqa=gqa)
-            assert isinstance(found, Tensor)
-            return found.flatten(1)
-        lengths = packed_seq_params.cu_seqlens_q_padded.diff().tolist()
-        pieces = zip(*(torch.split(tensor.transpose(0, 1)[None], lengths, 2) for tensor in (query, key, value)), strict=True)
-        each = [functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale, enable_gqa=True) for q, k, v in pieces]
-        return torch.cat(each, 2)[0].transpose(0, 1).flatten(1)
+        lengths = tuple(packed_seq_params.cu_seqlens_q_padded.diff().tolist())
+        return attend(query, key, value, Sequences(ends=packed_seq_params.cu_seqlens_q, lengths=lengths), scale=self._scale).flatten(1)
 
 
 def _layer(architecture: Architecture) -> ModuleSpec:

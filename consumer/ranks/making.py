@@ -22,10 +22,13 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
         from consumer.ranks.process_group import device_of
 
         trainer = trainer.model_copy(update={"device": str(device_of(place, trainer.device))})
-        if trainer.backend == "torch":
-            from consumer.ranks.sharded import ShardedBackend
+    if trainer.backend == "torch" and (place is not None or trainer.cpu_offload):
+        from consumer.ranks.process_group import join_alone
+        from consumer.ranks.sharded import ShardedBackend
 
-            factory = cast("BackendFactory", ShardedBackend)
+        factory = cast("BackendFactory", ShardedBackend)
+        if place is None:
+            join_alone(trainer.device)
     return factory(config.model_folder, trainer, loss=config.loss, temperature=config.rollout.temperature, seed=config.run.seed, **options)
 
 

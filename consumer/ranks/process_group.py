@@ -6,6 +6,7 @@ A group on CUDA devices has two transports: NCCL for tensors that lie on them, g
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import sys
@@ -73,6 +74,14 @@ def join(store: Store, place: Place, device: torch.device) -> None:
     except RuntimeError as problem:
         leave()
         raise RankLost(f"rank {place.rank}: the process group of {place.ranks} ranks did not form ({_first_line(problem)})") from problem
+
+
+def join_alone(device: str) -> None:
+    """Make the default group, of this process alone, unless there is one: what is cut over ranks is whole then."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined, unused-ignore]
+        atexit.register(leave)
 
 
 def leave() -> None:

@@ -30,6 +30,7 @@ from consumer.batch import ChunkBatch, MicroBatch, empty_micro_batch
 from consumer.config import TrainerConfig
 from consumer.gather import whole
 from consumer.losses import LossConfig
+from consumer.packing import PackedBatch
 from consumer.tensor_bytes import copy_in, copy_out
 from consumer.torch_backend import MOMENTS, TorchBackend
 from protocol.errors import ConfigError
@@ -49,7 +50,10 @@ class ShardedBackend(TorchBackend):
 
     def __init__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False) -> None:
         if shared:
-            raise ConfigError("placement.layout colocated with trainer.ranks above 1: several ranks keep their devices; use another layout, or one rank")
+            raise ConfigError(
+                "placement.layout colocated with trainer.ranks above 1 or trainer.cpu_offload: shards keep their devices; use another layout, or one rank "
+                "without cpu_offload"
+            )
         device = torch.device(config.device)
         world = dist.group.WORLD
         if world is None:
@@ -71,10 +75,13 @@ class ShardedBackend(TorchBackend):
             self._device = device
         return _sharded(model, self._mesh, self._config)
 
-    def _micro_batches(self, batch: ChunkBatch) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: ChunkBatch) -> Iterator[MicroBatch | PackedBatch]:
         """As many as the rank with most has: every forward and backward gathers and reduces with all others."""
         parts = list(super()._micro_batches(batch))
         most = int(self._greatest(torch.tensor(len(parts))))
+        if self._packed:
+            yield from parts if len(parts) == most else self._packed_batches(batch, at_least=most)
+            return
         yield from parts
         for _ in range(most - len(parts)):
             yield empty_micro_batch()

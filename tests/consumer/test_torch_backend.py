@@ -52,7 +52,7 @@ def test_logprobs_equal_a_full_forward_and_the_behaviour_logprobs(sampler: Any, 
     for part in micro_batches(batch, max_tokens=max_tokens, share_prompts=share):
         assert part.input_ids.shape[0] == 1 or part.input_ids.size <= max_tokens
         with torch.no_grad():
-            values = backend._logprobs(backend._model, part).gather(1, torch.from_numpy(part.targets)[:, None])[:, 0].numpy()
+            values = backend._predicted(backend._model, part)[0].numpy()
         np.testing.assert_allclose(values, part.behaviour, atol=2e-5)
         seen += list(zip(part.targets.tolist(), values.tolist(), strict=True))
     assert len(seen) == batch.tokens
@@ -337,7 +337,7 @@ def test_a_float32_head_projects_in_float32_under_bfloat16(sampler: Any, make_ba
     head = backend._model.get_output_embeddings()
     head.register_forward_hook(lambda _, given, logits: seen.extend((*given, logits)))
     with torch.no_grad():
-        backend._logprobs(backend._model, part)
+        backend._logits(backend._model, part)
     hidden, logits = seen
     assert (logits.dtype == torch.float32) is head_float32
     assert torch.equal(logits.float(), torch.nn.functional.linear(hidden.float(), head.weight)) is head_float32

@@ -19,9 +19,11 @@ from buffer.shares import Share
 from consumer.advantages import find_advantage
 from consumer.backend import StepReport, TrainingState
 from consumer.batch import ChunkBatch, collate_step
-from consumer.config import TrainerConfig
+from consumer.config import TrainerConfig, TrainerDaemonConfig
 from consumer.losses import LossConfig
 from consumer.torch_backend import TorchBackend
+from protocol.config import validate
+from protocol.errors import ConfigError
 from protocol.versions import Fork, Lineage
 from weightsync.snapshot import TensorBytes
 
@@ -34,6 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "plain": ({}, {}, True),
     "untied": ({"activation_checkpointing": True}, {"kl_coef": 0.1, "normaliser": "rollout_mean"}, False),
     "offloaded": ({"cpu_offload": True, "grad_clip": 1e-2}, {"entropy_coef": 0.01}, True),
+    "packed": ({"packing": "on", "micro_batch_tokens": 40}, {"kl_coef": 0.1}, True),
     "half": ({"dtype": "bfloat16", "head_float32": True}, {}, True),
 }
 
@@ -80,7 +83,10 @@ def collated(chunk: ChunkRecord, groups: list[Any], share: Share, normaliser: An
 
 def member(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[Any], answers: Any) -> None:
     try:
-        answers.put((rank, sharded(rank, rendezvous, folders, groups)))
+        found = sharded(rank, rendezvous, folders, groups)
+        if rank == 0:
+            found["alone"] = alone(folders[True], groups)
+        answers.put((rank, found))
     except BaseException:  # noqa: BLE001 - told to the test
         answers.put((rank, traceback.format_exc()))
 
@@ -99,6 +105,9 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
             config, losses = TrainerConfig(**(SETTINGS | trainer)), LossConfig(**loss)
             backend = ShardedBackend(folders[tied], config, loss=losses, temperature=1.0, seed=3)
             assert all(isinstance(parameter, DTensor) for parameter in backend._model.parameters()), "nothing is left whole after the probe"
+            assert backend._packed == (name == "packed")
+            if name == "packed":
+                found["cut"] = cut(backend, groups, Share(rank, RANKS))
             state = train(backend, groups, Share(rank, RANKS), losses.normaliser, range(1, STEPS + 1))
             found[name] = plain(state)
             if name == "plain":
@@ -115,6 +124,38 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
         return found
     finally:
         dist.destroy_process_group()
+
+
+def alone(folder: Path, groups: list[Any]) -> Any:
+    """One rank whose weights lie in host memory, made as a run's configuration says, without a process group so far."""
+    import torch.distributed as dist
+
+    from consumer.ranks.making import make_backend
+    from consumer.ranks.process_group import leave
+    from consumer.ranks.sharded import ShardedBackend
+
+    trainer, loss, _ = CASES["offloaded"]
+    tables = {
+        "run": {"name": "alone", "dir": str(folder.parent), "seed": 3},
+        "model": {"path": str(folder)},
+        "data": {"path": str(folder / "none.jsonl")},
+        "trainer": SETTINGS | trainer,
+        "loss": loss,
+    }
+    backend = make_backend(validate(TrainerDaemonConfig, tables, source="test"))
+    assert isinstance(backend, ShardedBackend)
+    assert dist.get_world_size() == 1
+    found = plain(train(backend, groups, Share(0, 1), "token_mean", range(1, STEPS + 1)))
+    leave()
+    return found
+
+
+def cut(backend: TorchBackend, groups: list[Any], share: Share) -> list[tuple[int, int]]:
+    """Of every chunk of the first step: micro-batches, and tokens of the loss in all of them."""
+    batches = [one for chunk in chunks_of(groups, 1) for one in collated(chunk, groups, share, "token_mean")]
+    parts = [list(backend._micro_batches(batch)) for batch in batches]
+    assert [sum(len(part.targets) for part in one) for one in parts] == [batch.tokens for batch in batches]
+    return [(len(one), sum(len(part.targets) for part in one)) for one in parts]
 
 
 def plain(trained: Trained) -> Any:
@@ -140,7 +181,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model_path: Path, untied_mode
     members = [context.Process(target=member, args=(rank, rendezvous, folders, groups, answers)) for rank in range(RANKS)]
     for one in members:
         one.start()
-    found = dict(answers.get(timeout=200) for _ in members)
+    found = dict(answers.get(timeout=280) for _ in members)
     for one in members:
         one.join(20)
         one.close()
@@ -177,11 +218,34 @@ def assert_near(found: Any, expected: Any, *, weights: float, figures: float) ->
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["plain", "untied", "offloaded"])
+@pytest.mark.parametrize("name", ["plain", "untied", "offloaded", "packed"])
 def test_two_ranks_train_as_one_does_step_by_step(pair: tuple[Any, Any], one_rank: Callable[..., Any], name: str):
     """float32: they differ by the order of sums. A step moves a weight by up to 1e-2."""
     _, expected = one_rank(name)
     assert_near(pair[0][name], expected(range(1, STEPS + 1)), weights=5e-6, figures=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_one_rank_keeps_its_weights_in_host_memory_and_trains_as_without(pair: tuple[Any, Any], one_rank: Callable[..., Any]):
+    _, expected = one_rank("offloaded")
+    assert_near(pair[0]["alone"], expected(range(1, STEPS + 1)), weights=5e-6, figures=1e-5)
+
+
+def test_shards_do_not_take_turns_on_a_device(model_path: Path):
+    from consumer.ranks.sharded import ShardedBackend
+
+    with pytest.raises(ConfigError, match=r"placement\.layout colocated with trainer\.ranks above 1 or trainer\.cpu_offload"):
+        ShardedBackend(model_path, TrainerConfig(cpu_offload=True), loss=LossConfig(), temperature=1.0, seed=1, shared=True)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_cut_packed_rows_as_often_as_each_other_and_trim_nothing(pair: tuple[Any, Any], groups: list[Any]):
+    cuts = [found["cut"] for found in pair]
+    for chunk, *shares in zip(chunks_of(groups, 1), *cuts, strict=True):
+        assert len({count for count, _ in shares}) == 1
+        assert sum(tokens for _, tokens in shares) == sum(sum(header.trainable.values()) for header in chunk.headers)
+    assert any(0 in {tokens for _, tokens in shares} for shares in zip(*cuts, strict=True)), "a rank without rollouts runs as many"
+    assert any(count > 1 for count, _ in cuts[0])
 
 
 @pytest.mark.timeout(300)
