@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
 from collections import deque
@@ -40,6 +41,10 @@ class Comparison:
         return self._out / f"{cell.name}.json"
 
     async def finish(self) -> None:
+        """Whoever is told to stop (SIGTERM, Ctrl-C) ends the runs under way; they begin anew next time."""
+        ours = asyncio.current_task()
+        assert ours is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ours.cancel)
         self._work.mkdir(parents=True, exist_ok=True)
         print(f"{len(self._left)} runs to do, {self._there} are there", flush=True)
         for seed in sorted({cell.seed for cell in self._left}):
@@ -96,7 +101,10 @@ def main(words: list[str] | None = None) -> int:
         return 0
     cells = [Cell(loss=loss, staleness=staleness, seed=seed) for seed, staleness, loss in product(options.seeds, options.staleness, options.losses)]
     comparison = Comparison(cells, options)
-    asyncio.run(comparison.finish())
+    try:
+        asyncio.run(comparison.finish())
+    except asyncio.CancelledError:
+        return 1
     if comparison.failed:
         print(f"failed, and to be run again by the same command: {', '.join(comparison.failed)}", file=sys.stderr)
     return int(bool(comparison.failed))
