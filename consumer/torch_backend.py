@@ -30,6 +30,7 @@ from consumer.losses.terms import Terms
 from consumer.model_shaping import entropy_alone, float32_head, free_bytes, recompute_activations, token_entropy
 from consumer.row_digest import row_digest
 from consumer.snapshot_buffers import SnapshotBuffers
+from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
 from protocol.errors import ConfigError, RollstreamError
 from weightsync.safetensors_file import open_tensors
@@ -89,6 +90,7 @@ class TorchBackend:
     # -- training ----------------------------------------------------------------------------------------------------------------------------
 
     def accumulate(self, batch: ChunkBatch) -> None:
+        check_teacher(batch, self._loss_config)
         for part in self._micro_batches(batch):
             measured = self._backward(part)
             self._measured = measured if self._measured is None else self._measured.add(measured)
@@ -142,6 +144,7 @@ class TorchBackend:
             rollout=self._tensor(part.rollout),
             age=self._tensor(part.age),
             reference=reference,
+            teacher=None if part.teacher is None else self._tensor(part.teacher),
             entropy=token_entropy(logprobs) if self._loss_config.needs_entropy else None,
         )
 

@@ -48,7 +48,7 @@ class Lockstep(TorchBackend):
                 return
             if time.monotonic() > until:
                 raise RollstreamError(
-                    f"step {step}: after {_WAIT_S:.0f} s {status.ready} groups are ready and {status.leased} leased of {status.admission_limit}: see the logs of "
-                    "producer and engine"
+                    f"step {step}: after {_WAIT_S:.0f} s {status.ready} groups are ready and {status.leased} leased of {status.admission_limit}: see the "
+                    "logs of producer and engine"
                 )
             await asyncio.sleep(_LOOK_S)

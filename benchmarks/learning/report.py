@@ -41,7 +41,19 @@ def read(folder: Path) -> Results:
 
 def table(results: Results) -> str:
     """Markdown, a row a cell. Means over seeds; of the final reward also the lowest and the highest."""
-    head = ("staleness", "loss", "runs", "final reward", "best", "held-out exact", "collapsed", "age of trained tokens", "ESS of tokens", "entropy", "single process")
+    head = (
+        "staleness",
+        "loss",
+        "runs",
+        "final reward",
+        "best",
+        "held-out exact",
+        "collapsed",
+        "age of trained tokens",
+        "ESS of tokens",
+        "entropy",
+        "single process",
+    )
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for (loss, staleness), runs in results.items():
         single = SINGLE_PROCESS.get((loss, staleness))
@@ -77,11 +89,11 @@ def draw(results: Results, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "learning", "font.size": 9})
     stale = sorted({staleness for _, staleness in results})
-    figure, panels = pyplot.subplots(1, len(stale), figsize=(4 * len(stale), 3.4), sharey=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(1, len(stale), figsize=(4 * len(stale), 3.4), sharey=True, squeeze=False, layout="constrained")
     for panel, staleness in zip(panels[0], stale, strict=True):
         for loss, color in zip(LOSSES, _COLORS, strict=True):
             curves = [window_means(run["reward"]) for run in results.get((loss, staleness), ())]
@@ -97,7 +109,7 @@ def draw(results: Results, path: Path) -> None:
     panels[0][0].set_ylabel(f"sampled reward, {WINDOW}-step mean")
     panels[0][0].legend(frameon=False, loc="upper left")
     figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _page(results: Results, told: str, plot: str) -> str:
@@ -108,17 +120,19 @@ def _page(results: Results, told: str, plot: str) -> str:
     rates = ", ".join(f"{rate:g}" for rate in sorted({run["lr"] for run in runs}))
     return f"""# Losses at forced staleness, through the whole service
 
-`make bench-learning`: {len(runs)} runs of `rollstream up` (Redis, one embedded engine, weight channel, trainer; CPU) on the demo's task, {steps} steps of 32 groups of 8,
-learning rate {rates}, group-standardised advantages; {seconds:.0f} s a run. Logprobs are the engine's, ages those of the versions that wrote the tokens.
+`make bench-learning`: {len(runs)} runs of `rollstream up` (Redis, one embedded engine, weight channel, trainer; CPU) on the demo's task, {steps} steps of
+32 groups of 8, learning rate {rates}, group-standardised advantages; {seconds:.0f} s a run. Logprobs are the engine's, ages those of the versions that wrote
+the tokens.
 
 {told}
 
 ![reward by step]({plot})
 
-- *final* and *best* are {WINDOW}-step means of the sampled reward, the last and the highest. *Held-out* is greedy exact on 256 prompts of no training row, after the
-  last step. *Collapsed*: the final reward is more than 0.2 below the best, or a number was not finite; a loss that never learned has not collapsed by this rule.
-- Staleness is forced: D = K = s, and the trainer ends a step only when everything that may be outstanding is written. The first s + 1 steps train on the starting
-  policy, so the mean age of the run is a little lower. At 0 all tokens are on-policy, all losses have one gradient, and the rows differ by chance alone.
+- *final* and *best* are {WINDOW}-step means of the sampled reward, the last and the highest. *Held-out* is greedy exact on 256 prompts of no training row, at
+  the start and after the last step. *Collapsed*: the final reward is more than 0.2 below the best, or a number was not finite; a loss that never learned has not
+  collapsed by this rule.
+- Staleness is forced: D = K = s, and the trainer ends a step only when everything that may be outstanding is written. The first s + 1 steps train on the
+  starting policy, so the mean age of the run is a little lower. At 0 all tokens are on-policy, all losses have one gradient, and rows differ by chance alone.
 - `default` is `ppo_clip` (0.2, 0.28); `trust_region` its defaults; `tis` is `truncated_is` with a cap of 2; `naive` has no importance weight at all.
 - *ESS of tokens* (effective share, each weighted by its ratio) and *entropy* (nats) are means over the last {WINDOW} steps.
 - *Single process* is final reward and held-out exact of a loop without a service: same model, task, updates and learning rate, a warm start four steps longer.

@@ -64,7 +64,12 @@ async def run(cell: Cell, *, steps: int, work: Path, minutes: float) -> Json:
 
 
 async def _up(file: Path, log: Path, told_by_environment: dict[str, str], limit_s: float) -> int:
-    environment = {**os.environ, **told_by_environment, "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        **told_by_environment,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
+        "HF_HUB_OFFLINE": "1",
+    }
     argv = [sys.executable, "-m", "deploy.cli", "up", "-c", str(file), "--new", "--no-live"]
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
