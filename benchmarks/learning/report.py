@@ -128,9 +128,9 @@ the tokens.
 
 ![reward by step]({plot})
 
-- *final* and *best* are {WINDOW}-step means of the sampled reward, the last and the highest. *Held-out* is greedy exact on 256 prompts of no training row, at
-  the start and after the last step. *Collapsed*: the final reward is more than 0.2 below the best, or a number was not finite; a loss that never learned has not
-  collapsed by this rule.
+- *final* and *best* are {WINDOW}-step means of the sampled reward, the last and the highest. *Held-out* is greedy exact on 256 prompts of no training row,
+  at the start and after the last step. *Collapsed*: the final reward is more than 0.2 below the best, or a number was not finite; a loss that never learned
+  has not collapsed by this rule.
 - Staleness is forced: D = K = s, and the trainer ends a step only when everything that may be outstanding is written. The first s + 1 steps train on the
   starting policy, so the mean age of the run is a little lower. At 0 all tokens are on-policy, all losses have one gradient, and rows differ by chance alone.
 - `default` is `ppo_clip` (0.2, 0.28); `trust_region` its defaults; `tis` is `truncated_is` with a cap of 2; `naive` has no importance weight at all.
