@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from consumer.losses.config import LossConfig
 from consumer.siblings import Siblings
+from protocol.arrays import FloatArray
 from protocol.errors import ConfigError, RollstreamError
 from protocol.groups import TEACHER_LOGPROBS
 from protocol.messages import RolloutGroup, Seq
@@ -33,7 +34,7 @@ def _with_teacher(seq: Seq, siblings: Siblings, group: RolloutGroup) -> Siblings
             f"group {seq}: extra {TEACHER_LOGPROBS} has {told.dtype} of shape {list(told.shape)} for {len(siblings.tokens)} tokens; expected one finite "
             "float32 each, look at what wrote the group"
         )
-    return replace(siblings, teacher=told[siblings.targets])
+    return replace(siblings, teacher=cast("FloatArray", told)[siblings.targets])
 
 
 def check_teacher(batch: ChunkBatch, loss: LossConfig) -> None:

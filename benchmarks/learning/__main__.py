@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TypeVar
@@ -70,11 +70,11 @@ class Comparison:
             print(f"{cell.name}: reward {result['final']:.2f}, age {result['age_mean']:.2f}{collapsed}, {result['job_seconds']:.0f} s", flush=True)
 
 
-def listed(kind: type[T], allowed: Sequence[T] | None = None):  # noqa: ANN201
+def listed(kind: Callable[[str], T], allowed: Sequence[T] | None = None) -> Callable[[str], list[T]]:
     """A parser of comma-separated words."""
 
     def parse(words: str) -> list[T]:
-        found = [kind(word) for word in words.split(",")]  # type: ignore[call-arg]
+        found = [kind(word) for word in words.split(",")]
         if odd := [one for one in found if allowed is not None and one not in allowed]:
             raise argparse.ArgumentTypeError(f"{odd[0]}: expected some of {', '.join(map(str, allowed or ()))}")
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from protocol.errors import RollstreamError
 
 _ROOT = Path(__file__).parents[2]
 _STOP_S = 60.0
+_PR_SET_PDEATHSIG = 1
 COLLAPSE = 0.2
 """A run has collapsed if its last 20-step mean of the reward is so far below its best one, or if it met a number that is not finite."""
 _NOT_FINITE = b"the gradient's norm is "
@@ -73,7 +75,7 @@ async def _up(file: Path, log: Path, told_by_environment: dict[str, str], limit_
     argv = [sys.executable, "-m", "deploy.cli", "up", "-c", str(file), "--new", "--no-live"]
     with log.open("wb") as out:
         process = await asyncio.create_subprocess_exec(
-            *argv, cwd=_ROOT, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            *argv, cwd=_ROOT, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, preexec_fn=_end_with_us
         )
     try:
         async with asyncio.timeout(limit_s):
@@ -87,6 +89,11 @@ async def _up(file: Path, log: Path, told_by_environment: dict[str, str], limit_
                 await asyncio.shield(asyncio.wait_for(process.wait(), _STOP_S))
             if process.returncode is None:
                 process.kill()
+
+
+def _end_with_us() -> None:
+    """In the child: a run whose result nobody waits for any more ends in good order, also after kill -9."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def about(cell: Cell, steps: int) -> Json:

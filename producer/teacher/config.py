@@ -11,7 +11,7 @@ from protocol.config import RolloutConfig, Section
 from protocol.errors import ConfigError
 
 _URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
-_KEY = "ROLLSTREAM_TEACHER_KEY"
+TEACHER_VARIABLE = "ROLLSTREAM_TEACHER_KEY"
 
 
 class TeacherConfig(Section):
@@ -43,4 +43,4 @@ class TeacherConfig(Section):
 
 def teacher_key() -> str:
     """What teachers ask of whoever asks them: in the environment, so that no file shows it. Empty: they answer everybody."""
-    return os.environ.get(_KEY, "")
+    return os.environ.get(TEACHER_VARIABLE, "")

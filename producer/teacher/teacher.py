@@ -198,6 +198,6 @@ class Teacher:
 
 
 def _worst(problems: BaseExceptionGroup[Exception]) -> Exception:
-    """What a person must mend, if that is among them."""
-    found = list(problems.exceptions)
+    """What a person must mend, if that is among them; `problems` are of single tasks."""
+    found = [one for one in problems.exceptions if isinstance(one, SampleFailed | ConfigError)]
     return next((one for one in found if isinstance(one, ConfigError)), found[0])
