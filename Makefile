@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 ENGINE ?= embedded
 DRILL ?= processes
+JOBS ?= 1
 
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill sglang-cpu test test-sglang check soak bench-buffer bench-weights coverage lint format clean $(addprefix lane-,unit redis cluster demo faults ray sglang)
+.PHONY: help install demo drill sglang-cpu test test-sglang check soak bench-buffer bench-weights bench-learning coverage lint format clean $(addprefix lane-,unit redis cluster demo faults ray sglang)
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -91,6 +92,10 @@ bench-buffer: $(BENCH)/installed  ## the buffer against the ceiling of its serve
 bench-weights: $(VENV)/installed-all  ## engines updated by themselves against all of them stopped: store, gloo, delta
 	$(BIN)/python -m benchmarks.weights
 
+bench-learning: $(VENV)/installed-all  ## losses at forced staleness through the whole service, 36 runs: hours on two cores (JOBS=n runs at once), resumable
+	$(BIN)/python -m benchmarks.learning --jobs $(JOBS)
+	$(BIN)/python -m benchmarks.learning --report runs/learning/report
+
 soak: $(VENV)/installed-dev  ## 20,000 simulated runs, then 300 runs of the buffer and 40 of the weight channel under kill -9: an hour or two
 	$(BIN)/python -m benchmarks.simulator --seeds 20000 --jobs 2
 	$(BIN)/python -m tests.faults.soak --rounds 300
@@ -102,7 +107,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights
+	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights -p benchmarks.learning
 	$(BIN)/mypy --explicit-package-bases benchmarks/gpu/*.py
 	$(BIN)/lint-imports
 

@@ -5,7 +5,7 @@
     engines    trainer ──────── no group ───────────► producers ── no engine ──► engines
        │         ▲  ▲                                     │
        │         │  └──────── no version, no run ─────────┘
-       └─ no version (nothing newer is published)
+       └─ no version (nothing newer is published)              └── no teacher ──► teacher
 
 Who waits says for what, but the ledger checks in a fixed order: a run whose trainer died tells its producers `no slot`, since the slots ran out first. So the
 arrows are followed to the one that waits for nobody: that is the edge reported, with everybody who waits because of it.
@@ -175,10 +175,8 @@ class _Look:
         if no_version := no_engine + _waiting(self._seen, Edge.NO_VERSION):
             resting = self._resting(routable)
             return self._all_rest(no_engine, resting) if resting else self._no_version(no_version, routable)
-        if no_budget := _waiting(self._seen, Edge.NO_BUDGET):
-            return self._no_budget(no_budget)
-        first = _waiting(self._seen, Edge.FIRST_EVALUATION)
-        return self._first_evaluation(first) if first else None
+        rest = {Edge.NO_BUDGET: self._no_budget, Edge.NO_TEACHER: self._no_teacher, Edge.FIRST_EVALUATION: self._first_evaluation}
+        return next((told(waiting) for edge, told in rest.items() if (waiting := _waiting(self._seen, edge))), None)
 
     def _first_evaluation(self, waiting: Sequence[_Wait]) -> Stall:
         return Stall(
@@ -187,6 +185,19 @@ class _Look:
             waiting=self._and_trainer(waiting),
             why="the first evaluation is not recorded yet, and nothing is generated for training before it",
             what_to_do="look at the logs of the producers; fewer eval.samples make it shorter",
+        )
+
+    def _no_teacher(self, waiting: Sequence[_Wait]) -> Stall:
+        found = {
+            name: why for one in self._seen.producers if one.waiting_for is Edge.NO_TEACHER for name, why in one.resting.items() if name.startswith("teacher")
+        }
+        rests = f": {_some([f'{name} ({why})' for name, why in sorted(found.items())])}" if found else ""
+        return Stall(
+            edge=Edge.NO_TEACHER,
+            since=_earliest(waiting),
+            waiting=self._and_trainer(waiting),
+            why=f"finished groups wait for the teacher's logprobs, and none of its servers gives them{rests}",
+            what_to_do="start the servers of teacher.urls, and look at their logs; groups go on by themselves",
         )
 
     def _no_engine(self, waiting: Sequence[_Wait]) -> Stall:

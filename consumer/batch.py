@@ -19,6 +19,7 @@ from consumer.losses.config import Normaliser
 from consumer.micro_batches import SHARED_ROW_LIMIT, LossTokens, MicroBatch, empty_micro_batch, micro_batches
 from consumer.normalisers import normalise
 from consumer.siblings import Counts, IndexArray, Siblings, Spans, judge_spans, lay, sums
+from consumer.teacher import with_teacher
 from protocol.arrays import FloatArray
 from protocol.errors import RollstreamError
 from protocol.groups import Columns, columns
@@ -145,6 +146,7 @@ def _chunk(
     spans = judge_spans(laid, record)
     siblings, counts = lay(laid, spans, values)
     _check(seqs, siblings, counts, spans, record)
+    siblings = with_teacher(seqs, siblings, [group for _, group in groups])
     tokens, trainable = int(counts.kept.sum()), sum(sum(header.trainable.values()) for header, _ in groups)
     sampled, kept = counts.sampled[spans.present], counts.kept[spans.present]
     found, which = np.unique(sampled, return_inverse=True)

@@ -17,7 +17,7 @@ from consumer.megatron.config import MegatronConfig
 from consumer.trackers.config import TrackersConfig
 from protocol.config import DataConfig, ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
-from protocol.groups import payload_bound
+from protocol.groups import TEACHER_BYTES, payload_bound
 from protocol.messages import JsonValue
 from weightsync.config import WeightsConfig
 from weightsync.registry import ACK_ROUNDS
@@ -26,6 +26,7 @@ PUBLISH_S = 60.0
 """The first and the last version of a life may take so long to be visible."""
 _OTHER_STOP_S = 120.0
 """Of a stop: the chunk under way, the checkpoint in flight and the last one, closing."""
+_PLAIN_LOSS = LossConfig()
 _OURS = ("torch", "megatron")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -121,8 +122,8 @@ class TrainerDaemonConfig(Tree):
 
         Raises: `ConfigError` naming the keys and what to do.
         """
-        check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint)
-        check_loss(self.loss, self.trainer)
+        check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint, loss=self.loss)
+        check_loss(self.loss, self.rollout)
         check_layout(self.megatron, self.trainer)
         self.trackers.check()
         check_turns(self.placement, self.buffer)
@@ -141,7 +142,9 @@ class TrainerDaemonConfig(Tree):
         return self.checkpoint.folder(self.run)
 
 
-def check_sections(*, buffer: BufferConfig, weights: WeightsConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig) -> None:
+def check_sections(
+    *, buffer: BufferConfig, weights: WeightsConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig, loss: LossConfig = _PLAIN_LOSS
+) -> None:
     """Cross-field rules S3 (what may be generated needs a version that is published) and P3 (the budget holds what must be kept). Raises: `ConfigError`."""
     if buffer.pipeline_depth == 0 and weights.publish_every > 1:
         raise ConfigError(
@@ -155,23 +158,23 @@ def check_sections(*, buffer: BufferConfig, weights: WeightsConfig, rollout: Rol
         )
     if rollout.temperature == 0:
         raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
-    needed = byte_budget_needed(buffer=buffer, rollout=rollout, checkpoint=checkpoint)
+    needed = byte_budget_needed(buffer=buffer, rollout=rollout, checkpoint=checkpoint, loss=loss)
     if buffer.byte_budget < needed:
         steps, lower = "D + 1 + checkpoint.keep * interval + buffer.retention", "set buffer.spill, or lower checkpoint.every_steps"
         if buffer.spill:
             steps, lower = "D + 2", "or lower buffer.pipeline_depth"
         raise ConfigError(
-            f"buffer.byte_budget {buffer.byte_budget} is too small: ({steps}) * B groups of up to {group_bytes(rollout)} bytes need {needed}; "
+            f"buffer.byte_budget {buffer.byte_budget} is too small: ({steps}) * B groups of up to {group_bytes(rollout, loss)} bytes need {needed}; "
             f"raise it, {lower}, buffer.groups_per_step or the limits of [rollout]"
         )
 
 
-def check_loss(loss: LossConfig, trainer: TrainerConfig) -> None:
-    """What [loss] and [trainer] ask of each other. Raises: `ConfigError`."""
-    if loss.needs_teacher and trainer.backend in _OURS:
+def check_loss(loss: LossConfig, rollout: RolloutConfig) -> None:
+    """What [loss] asks of what is sampled. Raises: `ConfigError`."""
+    if loss.needs_teacher and rollout.temperature != 1:
         raise ConfigError(
-            f"loss.kind {loss.kind} with trainer.backend {trainer.backend}: nothing brings it a teacher's logprobs; use another kind, or a backend of "
-            "your own that has them"
+            f"loss.kind {loss.kind} with rollout.temperature {rollout.temperature:g}: the policy is compared at that temperature with a teacher at 1; set "
+            "rollout.temperature = 1, or use another kind"
         )
 
 
@@ -193,14 +196,15 @@ def check_turns(placement: PlacementConfig, buffer: BufferConfig) -> None:
         )
 
 
-def group_bytes(rollout: RolloutConfig) -> int:
+def group_bytes(rollout: RolloutConfig, loss: LossConfig = _PLAIN_LOSS) -> int:
     """Upper bound of a group's payload by the token limits; what a producer reserves is never more."""
-    return payload_bound(group_size=rollout.group_size, prompt_tokens=rollout.max_prompt_tokens, new_tokens=rollout.max_new_tokens)
+    extra = TEACHER_BYTES if loss.needs_teacher else 0
+    return payload_bound(group_size=rollout.group_size, prompt_tokens=rollout.max_prompt_tokens, new_tokens=rollout.max_new_tokens, extra_bytes=extra)
 
 
-def byte_budget_needed(*, buffer: BufferConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig) -> int:
+def byte_budget_needed(*, buffer: BufferConfig, rollout: RolloutConfig, checkpoint: CheckpointConfig, loss: LossConfig = _PLAIN_LOSS) -> int:
     """The smallest budget that cannot stall the run (rule P3). Without an interval in steps the ledger asks for checkpoints as it fills up."""
-    return buffer.least_byte_budget(group_bytes=group_bytes(rollout), checkpoints_kept=checkpoint.keep, checkpoint_steps=checkpoint.every_steps or 1)
+    return buffer.least_byte_budget(group_bytes=group_bytes(rollout, loss), checkpoints_kept=checkpoint.keep, checkpoint_steps=checkpoint.every_steps or 1)
 
 
 def stop_seconds(weights: WeightsConfig) -> float:

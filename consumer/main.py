@@ -95,7 +95,7 @@ async def train(options: argparse.Namespace, stop: asyncio.Event) -> None:
                 run = RunHandle(client=client, keys=keys, ledger=ledger, settings=of_run)
                 await run_shadow(config, run, stop, name=options.shadow, from_step=options.from_step)
                 return
-            check_sections(buffer=of_run, weights=config.weights, rollout=config.rollout, checkpoint=config.checkpoint)
+            check_sections(buffer=of_run, weights=config.weights, rollout=config.rollout, checkpoint=config.checkpoint, loss=config.loss)
         new_as = identity if options.new else None
         arguments = ["-c", options.config, *(part for item in options.set for part in ("--set", item)), "--resume"]
         back = {"from_step": options.from_step, "abandon": options.abandon}

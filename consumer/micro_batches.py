@@ -50,6 +50,8 @@ class LossTokens:
     """[N] int64, ascending from 0 without gaps: which rollout of the micro-batch. One without a token in the loss is not counted."""
     age: IndexArray
     """[N] int64, staleness in steps"""
+    teacher: FloatArray | None = None
+    """[N] float32, nats: of the teacher at the token; None: not of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,6 +88,7 @@ class Row:
     """[G] of the N tokens, those of each rollout in the row"""
     weight: FloatArray | None
     """[G]; None: 1 each"""
+    teacher: FloatArray | None = None
 
 
 def micro_batches(batch: ChunkBatch, *, max_tokens: int, share_prompts: bool) -> Iterator[MicroBatch]:
@@ -130,6 +133,7 @@ def plain_rows(group: Siblings) -> Iterator[Row]:
                 age=ages[chosen],
                 kept=np.array([high - low]),
                 weight=None if group.weight is None else group.weight[i : i + 1],
+                teacher=None if group.teacher is None else group.teacher[chosen],
             )
 
 
@@ -153,6 +157,7 @@ def _shared_row(group: Siblings) -> Row:
         age=group.age,
         kept=group.kept,
         weight=group.weight,
+        teacher=group.teacher,
     )
 
 
@@ -190,11 +195,13 @@ class LossArrays(TypedDict):
     weight: FloatArray
     rollout: IndexArray
     age: IndexArray
+    teacher: FloatArray | None
 
 
 def loss_arrays(rows: Sequence[Row]) -> LossArrays:
     """Those of the tokens in these rows, at least one row."""
     counts = np.concatenate([row.kept for row in rows])
+    teacher = [row.teacher for row in rows if row.teacher is not None]
     weights = np.concatenate([np.ones(len(row.kept), dtype=np.float32) if row.weight is None else row.weight for row in rows])
     return {
         "targets": np.concatenate([row.targets for row in rows]).astype(np.int64),
@@ -203,13 +210,14 @@ def loss_arrays(rows: Sequence[Row]) -> LossArrays:
         "weight": np.repeat(weights, counts),
         "rollout": np.repeat(np.cumsum(counts > 0) - 1, counts),
         "age": np.concatenate([row.age for row in rows]),
+        "teacher": np.concatenate(teacher) if len(teacher) == len(rows) else None,
     }
 
 
 def empty_loss_arrays() -> LossArrays:
     """Those of no token at all."""
     whole, real = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-    return {"targets": whole, "behaviour": real, "advantage": real, "weight": real, "rollout": whole, "age": whole}
+    return {"targets": whole, "behaviour": real, "advantage": real, "weight": real, "rollout": whole, "age": whole, "teacher": real}
 
 
 def empty_micro_batch() -> MicroBatch:

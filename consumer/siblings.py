@@ -52,6 +52,8 @@ class Siblings:
     """[G] float32, what the loss of a token of each rollout is multiplied by; None: 1."""
     stretches: IndexArray | None = None
     """[2, K]: so many tokens of the loss, one after the other, have this staleness; None: all 0."""
+    teacher: FloatArray | None = None
+    """[N] float32, nats: what a teacher says of these tokens; None: nobody asked one."""
 
     @property
     def kept(self) -> IndexArray:

@@ -34,6 +34,7 @@ from consumer.packed_rows import packed_inputs, quadratic_cost, use_packed_rows
 from consumer.packing import PackedBatch, packed_batches
 from consumer.row_digest import row_digest
 from consumer.snapshot_buffers import SnapshotBuffers
+from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
 from consumer.token_logprobs import token_logprobs
 from protocol.errors import ConfigError, RollstreamError
@@ -96,6 +97,7 @@ class TorchBackend:
     # -- training ----------------------------------------------------------------------------------------------------------------------------
 
     def accumulate(self, batch: ChunkBatch) -> None:
+        check_teacher(batch, self._loss_config)
         for part in self._micro_batches(batch):
             measured = self._backward(part)
             self._measured = measured if self._measured is None else self._measured.add(measured)
@@ -147,6 +149,7 @@ class TorchBackend:
             rollout=self._tensor(part.rollout),
             age=self._tensor(part.age),
             reference=reference,
+            teacher=None if part.teacher is None else self._tensor(part.teacher),
             entropy=entropy if self._loss_config.needs_entropy else None,
         )
 

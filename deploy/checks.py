@@ -40,6 +40,10 @@ def check_all(config: UpConfig) -> None:
     trainer = TrainerDaemonConfig(**{name: getattr(config, name) for name in TrainerDaemonConfig.model_fields})
     trainer.check()
     check_weights(trainer.model_folder)
+    if config.loss.needs_teacher and not config.teacher.urls:
+        raise ConfigError(
+            f"loss.kind {config.loss.kind} without teacher.urls: nobody scores what is sampled; give the URLs of the teacher's servers, or use another kind"
+        )
     check_stores(config)
     if config.ray.address or config.placement.model_fields_set - {"layout"}:
         place(demand_of(config))

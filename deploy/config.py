@@ -16,6 +16,7 @@ from consumer.trackers.config import TrackersConfig
 from deploy.redis_server import socket_path
 from producer.config import EvalConfig, ProducerConfig, RewardConfig
 from producer.engine.config import EngineConfig
+from producer.teacher.config import TeacherConfig
 from protocol.config import DataConfig, ModelConfig, PlacementConfig, RayConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
@@ -46,6 +47,7 @@ class UpConfig(Tree):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    teacher: TeacherConfig = TeacherConfig()
     eval: EvalConfig = EvalConfig()
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import Field, model_validator
 
 from buffer.config import BufferConfig
+from producer.teacher.config import TeacherConfig
 from protocol.config import DataConfig, ModelConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from weightsync.config import WeightsConfig
 
@@ -127,6 +128,7 @@ class ProducerDaemonConfig(Tree):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    teacher: TeacherConfig = TeacherConfig()
     eval: EvalConfig = EvalConfig()
     producer: ProducerConfig = ProducerConfig()
 

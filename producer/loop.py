@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping
+from typing import Protocol
 
 from buffer.contract import Ledger, LedgerStatus, RunState
 from buffer.watchdog import EdgeLog
@@ -33,15 +35,34 @@ _SAID = 300
 """Characters of what an engine answered that are passed on."""
 
 
+class Waits(Protocol):
+    """Somebody else whom groups wait for: `producer.teacher`."""
+
+    @property
+    def waiting_since(self) -> float: ...
+
+    @property
+    def resting(self) -> Mapping[str, str]: ...
+
+
 class ProducerLoop:
     """One producer of one run. `closing` is set to make it stop; `on_status` and `on_run_ended` tell it that the run is over."""
 
     def __init__(
-        self, config: ProducerConfig, here: ProducerStatus, *, presence: Presence[ProducerStatus], slot_s: float, redis_deadline_s: float, stall_s: float = 60.0
+        self,
+        config: ProducerConfig,
+        here: ProducerStatus,
+        *,
+        presence: Presence[ProducerStatus],
+        slot_s: float,
+        redis_deadline_s: float,
+        stall_s: float = 60.0,
+        teacher: Waits | None = None,
     ) -> None:
         self._config = config
         self._here = here
         self._presence = presence
+        self._teacher = teacher
         self._beat_s = min(BEAT_S, slot_s / 4)
         self._deadline_s = redis_deadline_s
         self.closing = asyncio.Event()
@@ -128,6 +149,11 @@ class ProducerLoop:
         edge, since = work.waiting_for, work.waiting_since
         if self._first_since:
             edge, since = Edge.FIRST_EVALUATION, self._first_since
+        resting = dict(pool.resting)
+        if self._teacher is not None:
+            resting |= self._teacher.resting
+            if self._teacher.waiting_since:
+                edge, since = Edge.NO_TEACHER, self._teacher.waiting_since
         if pool.waiting_since:
             edge, since = Edge.NO_ENGINE, pool.waiting_since
         lag_s, self._lag_s = self._lag_s, 0.0
@@ -142,7 +168,7 @@ class ProducerLoop:
             generated_tokens=work.tally.new_tokens,
             inflight_limit=work.inflight_limit,
             loop_lag_ms=round(lag_s * 1000, 1),
-            resting={engine: reason[:_SAID] for engine, reason in pool.resting.items()},
+            resting={engine: reason[:_SAID] for engine, reason in resting.items()},
         )
 
     async def _measure_lag(self) -> None:

@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -39,13 +40,16 @@ from producer.rollout_only import Owner
 from producer.sampler import Sampler
 from producer.source import PromptSet, PromptSource, read_rows
 from producer.stopping import unless
+from producer.teacher.config import teacher_key
+from producer.teacher.scoring import spread
+from producer.teacher.teacher import Teacher
 from producer.template import PromptEncoder
 from producer.work import GroupWork
 from protocol.config import load
 from protocol.connection import Client, check_server, connect
 from protocol.daemon import arguments, run_daemon
 from protocol.errors import RedisUnavailable, RunMissing
-from protocol.groups import payload_bound
+from protocol.groups import TEACHER_BYTES, payload_bound
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
 from protocol.messages import Edge, ProducerStatus
@@ -90,10 +94,13 @@ class Prepared:
     prompts: PromptSet
     held_out: tuple[HeldOut, ...]
     decode: Decode
+    tokens: Mapping[int, str]
+    """What some of the vocabulary are called: a teacher must call them so too."""
 
 
 def prepare(config: ProducerDaemonConfig) -> Prepared:
     """Read and validate model folder, reward and data. Raises: `ConfigError` naming file, line or key."""
+    config.teacher.check(config.rollout)
     identity = identify(config.run, config.model, config.data, config.rollout)
     grader = make_grader(config.reward)
     rows = read_rows("data.path", config.data.path, config.data, label_fault=grader.label_fault)
@@ -101,7 +108,8 @@ def prepare(config: ProducerDaemonConfig) -> Prepared:
     most = config.rollout.max_prompt_tokens
     prompts = PromptSet("data.path", config.data.path, rows, encoder, max_tokens=most)
     held_out = read_held_out(config.eval, config.data, grader=grader, encoder=encoder, max_tokens=most)
-    return Prepared(identity=identity, grader=grader, prompts=prompts, held_out=held_out, decode=encoder.decode)
+    tokens = {token: encoder.decode([token], special=True) for token in spread(encoder.decode.vocabulary)}
+    return Prepared(identity=identity, grader=grader, prompts=prompts, held_out=held_out, decode=encoder.decode, tokens=tokens)
 
 
 async def produce(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -186,8 +194,17 @@ class _Member:
     async def _work(self, stop: asyncio.Event, ledger: Ledger, settings: BufferConfig, session: aiohttp.ClientSession) -> None:
         config, prepared, owner = self._config, self._prepared, secrets.token_hex(8)
         deadline_s = config.redis.deadline_s
+        teacher = Teacher(session, config.teacher, texts=prepared.tokens, key=teacher_key()) if config.teacher.urls else None
+        if teacher is not None:
+            await teacher.check()
         loop = ProducerLoop(
-            config.producer, self._here, presence=self._presence, slot_s=settings.slot_seconds, redis_deadline_s=deadline_s, stall_s=config.run.stall_seconds
+            config.producer,
+            self._here,
+            presence=self._presence,
+            slot_s=settings.slot_seconds,
+            redis_deadline_s=deadline_s,
+            stall_s=config.run.stall_seconds,
+            teacher=teacher,
         )
         client = EngineClient(session, engine_key(), admin_key=admin_key(), stream=config.producer.stream, progress_s=config.producer.progress_seconds)
         pool = EnginePool(
@@ -214,13 +231,19 @@ class _Member:
             owner=owner,
             blobs=blobs,
             blob_bytes=settings.blob_bytes,
+            teacher=teacher,
         )
         work = GroupWork(
             ProducerBuffer(ledger, self._wakeups, owner),
             PromptSource(prepared.prompts, seed=config.run.seed),
             maker,
             max_inflight=config.producer.max_inflight_groups,
-            max_bytes=payload_bound(group_size=rollout.group_size, prompt_tokens=prepared.prompts.longest, new_tokens=rollout.max_new_tokens),
+            max_bytes=payload_bound(
+                group_size=rollout.group_size,
+                prompt_tokens=prepared.prompts.longest,
+                new_tokens=rollout.max_new_tokens,
+                extra_bytes=TEACHER_BYTES if teacher is not None else 0,
+            ),
             redis_deadline_s=deadline_s,
             closing=loop.closing,
             on_run_ended=loop.on_run_ended,

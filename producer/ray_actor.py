@@ -32,6 +32,7 @@ from typing import Any
 from producer.engine.host import EngineHostConfig, run_host
 from producer.engine.key import ADMIN_VARIABLE, VARIABLE
 from producer.main import produce
+from producer.teacher.config import TEACHER_VARIABLE
 from protocol.config import load
 from protocol.daemon import SUPERVISED, run_daemon
 from protocol.errors import EXIT_DRAINED, EXIT_FAULT, EXIT_TRY_AGAIN, Unavailable
@@ -51,7 +52,7 @@ _PEER_S = 5.0
 _SAID = 2000
 """Characters of a message that are kept."""
 _OVERRIDES = "ROLLSTREAM__"
-SECRETS = (VARIABLE, ADMIN_VARIABLE)
+SECRETS = (VARIABLE, ADMIN_VARIABLE, TEACHER_VARIABLE)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

@@ -14,8 +14,11 @@ from producer.config import GroupFilter
 from producer.engine.client import Sampling
 from producer.sampler import Sampled, Sampler
 from producer.source import Chosen
+from producer.teacher.teacher import Teacher
+from protocol.arrays import Array
 from protocol.codec import digest, encode_group
 from protocol.errors import SampleFailed
+from protocol.groups import TEACHER_LOGPROBS
 from protocol.messages import BlobRef, GroupHeader, GroupTimings, Reason, RolloutGroup
 from protocol.versions import Version
 
@@ -57,8 +60,9 @@ class GroupMaker:
         owner: str,
         blobs: BlobStore | None = None,
         blob_bytes: int = 1,
+        teacher: Teacher | None = None,
     ) -> None:
-        """`blobs`: where extras of at least `blob_bytes` go; None: all stay in the payload."""
+        """`blobs`: where extras of at least `blob_bytes` go; None: all stay in the payload. `teacher`: scores what is put."""
         self._sampler = sampler
         self._sampling = sampling
         self._group_size = group_size
@@ -67,6 +71,7 @@ class GroupMaker:
         self._owner = owner
         self._blobs = blobs
         self._blob_bytes = blob_bytes
+        self._teacher = teacher
 
     async def make(self, slot: Slot, chosen: Chosen) -> Finished | Refused:
         """The group of `slot`. One sample that fails for good fails the group and stops its siblings."""
@@ -91,12 +96,18 @@ class GroupMaker:
         samples = [task.result() for task in tasks]
         if self._filter is GroupFilter.ZERO_VARIANCE and len({sample.reward.value for sample in samples}) == 1:
             return Refused(reason=Reason.FILTERED, why=f"all rewards are {samples[0].reward.value:g}", lengths=_sampled(samples))
-        return await self._pack(slot, chosen, samples)
+        scores: dict[str, Array] = {}
+        if self._teacher is not None:
+            try:
+                scores[TEACHER_LOGPROBS] = await self._teacher.score([sample.rollout for sample in samples])
+            except SampleFailed as problem:
+                return Refused(reason=Reason.FAILED, why=str(problem), lengths=_sampled(samples))
+        return await self._pack(slot, chosen, samples, scores)
 
-    async def _pack(self, slot: Slot, chosen: Chosen, samples: Sequence[Sampled]) -> Finished | Refused:
+    async def _pack(self, slot: Slot, chosen: Chosen, samples: Sequence[Sampled], scores: Mapping[str, Array]) -> Finished | Refused:
         began = time.monotonic()
         rollouts = tuple(sample.rollout for sample in samples)
-        extras = {f"{name}/{i}": array for i, sample in enumerate(samples) for name, array in sample.reward.extras.items()}
+        extras = {f"{name}/{i}": array for i, sample in enumerate(samples) for name, array in sample.reward.extras.items()} | dict(scores)
         group, blobs = await self._store_large(slot, RolloutGroup(rollouts=rollouts, extras=extras), self._blob_bytes)
         payload = encode_group(group)
         if len(payload) > slot.max_bytes and group.extras:  # what a slot is charged covers the tokens

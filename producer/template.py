@@ -39,6 +39,11 @@ class Decoder:
         """Text, without the special tokens unless asked for."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens, those that were added among them."""
+        return int(self._tokenizer.get_vocab_size())
+
 
 class PromptEncoder:
     """The tokenizer and the chat template of one model folder.

@@ -33,6 +33,7 @@ SECTIONS = (
     "data",
     "rollout",
     "reward",
+    "teacher",
     "eval",
     "buffer",
     "weights",

@@ -23,6 +23,10 @@ from protocol.group_frame import read_in_place
 from protocol.messages import JsonValue, Rollout, RolloutGroup, Span
 from protocol.versions import Version
 
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""An extra: [T] float32, nats, of all tokens of the group end to end: what the teacher says of each that the policy sampled, 0 elsewhere."""
+TEACHER_BYTES = 4
+"""What it adds to a payload for each token."""
 _KIND = "rollout_group"
 _TOKEN_BYTES, _SPAN_BYTES = 4 + 1 + 4, 5 * 4
 _ROLLOUT_BYTES = 256
@@ -80,9 +84,9 @@ def columns(group: RolloutGroup) -> Columns:
     )
 
 
-def payload_bound(*, group_size: int, prompt_tokens: int, new_tokens: int) -> int:
-    """Bytes that no payload of a group exceeds (rule P3): every token in arrays, every sampled token in a span of its own."""
-    rollout = (prompt_tokens + new_tokens) * _TOKEN_BYTES + new_tokens * _SPAN_BYTES + _ROLLOUT_BYTES
+def payload_bound(*, group_size: int, prompt_tokens: int, new_tokens: int, extra_bytes: int = 0) -> int:
+    """Bytes that no payload of a group exceeds (rule P3): every token in arrays, every sampled token in a span of its own, `extra_bytes` of extras a token."""
+    rollout = (prompt_tokens + new_tokens) * (_TOKEN_BYTES + extra_bytes) + new_tokens * _SPAN_BYTES + _ROLLOUT_BYTES
     return _GROUP_BYTES + group_size * rollout
 
 

@@ -67,6 +67,7 @@ class Edge(StrEnum):
     NO_TRAINER = "no trainer"
     FIRST_EVALUATION = "first evaluation"
     """Nothing is generated for training before it is recorded."""
+    NO_TEACHER = "no teacher"
 
 
 class EngineState(StrEnum):

@@ -41,6 +41,7 @@ from consumer.megatron.optimizer import MASTER, MOMENTS, Optimizer
 from consumer.megatron.options import check_options
 from consumer.megatron.parallel_logprobs import parallel_logprobs
 from consumer.packing import PackedBatch, attention_cost, packed_batches
+from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out
 from protocol.errors import RollstreamError
 from weightsync.snapshot import TensorBytes
@@ -121,6 +122,7 @@ class MegatronBackend:
 
     def accumulate(self, batch: ChunkBatch) -> None:
         """No replica waits for another here; one may have more to do, or nothing."""
+        check_teacher(batch, self._loss_config)
         if not batch.tokens:
             return
         batches = packed_batches(batch, max_tokens=self._config.micro_batch_tokens, quadratic=self._quadratic)
@@ -216,6 +218,7 @@ class MegatronBackend:
             rollout=self._tensor(batch.rollout),
             age=self._tensor(batch.age),
             reference=part.reference,
+            teacher=None if batch.teacher is None else self._tensor(batch.teacher),
             entropy=entropy if self._loss_config.needs_entropy else None,
         )
         told = self._loss(terms)

@@ -91,6 +91,7 @@ def only(look: Seen) -> Stall:
         (seen(waiting(Edge.NO_VERSION), trainer=HUNGRY), [(Edge.NO_VERSION, 30, False)]),
         (seen(waiting(Edge.NO_BUDGET)), [(Edge.NO_BUDGET, 30, False)]),
         (seen(waiting(Edge.FIRST_EVALUATION), trainer=HUNGRY), [(Edge.FIRST_EVALUATION, 30, False)]),
+        (seen(waiting(Edge.NO_TEACHER), waiting(Edge.NO_SLOT, 99, "p1"), trainer=HUNGRY), [(Edge.NO_TEACHER, 30, False)]),
         (seen(waiting(Edge.NO_RUN, 12), waiting(Edge.NO_RUN, 33, "p1"), trainer=None, ledger=None), [(Edge.NO_RUN, 33, False)]),
         (seen(trainer=None, ledger=None), []),
         (seen(waiting(Edge.NO_SLOT), trainer=None, ledger=dataclasses.replace(LEDGER, state=RunState.DRAINING)), []),

@@ -38,7 +38,10 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown loss": ({"loss__kind": "tis"}, ("loss.kind", "'ppo_clip', 'trust_region'")),
     "loss in its old place": ({"trainer__loss": "trust_region"}, ("unknown key trainer.loss", "called loss.kind now")),
     "option of a loss in its old place": ({"trainer__clip_low": 0.1}, ("unknown key trainer.clip_low", "called loss.clip_low now")),
-    "no teacher": ({"loss__kind": "distillation"}, ("loss.kind distillation", "trainer.backend torch", "teacher's logprobs", "use another kind")),
+    "teacher at another temperature": (
+        {"loss__kind": "distillation", "rollout__temperature": 0.7},
+        ("loss.kind distillation", "rollout.temperature 0.7", "set rollout.temperature = 1"),
+    ),
     "unknown advantage": ({"trainer__advantage": "grpo"}, ("advantage 'grpo'", "group_std", "package.module:function")),
     "unknown tracker": ({"trackers__names": ["mlflow"]}, ("trackers.names", "'mlflow'", "'tensorboard' or 'wandb'")),
     "beta of 1": ({"trainer__betas": [0.9, 1.0]}, ("betas", "below 1")),

@@ -150,6 +150,7 @@ def by_rollouts(
                 "prefix": prefix if alike else 0,
                 "weight": np.array(token_weights, dtype=np.float32) if normaliser == "rollout_mean" else None,
                 "stretches": np.array(stretches, dtype=np.int64).reshape(-1, 2).T,
+                "teacher": None,
             }
         )
     trainable = sum(int(one.mask.sum()) for _, group in groups for one in group.rollouts)

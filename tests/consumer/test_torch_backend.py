@@ -125,7 +125,7 @@ def test_the_step_is_normalised_as_the_section_says(sampler: Any, make_backend: 
     assert report.ratio_dev < 1e-4
 
 
-KINDS = [{"kind": kind} for kind in get_args(LossKind) if kind != "distillation"]  # nothing brings a teacher's logprobs to this backend
+KINDS = [{"kind": kind} for kind in get_args(LossKind) if kind != "distillation"]  # these groups have no teacher's logprobs
 WHOLE = [{"kl_coef": 0.1, "kl_kind": kind, "entropy_coef": 0.01} for kind in get_args(KlKind)]
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
 
 from producer.engine.client import EngineClient, Sampling
+from producer.teacher.config import TeacherConfig
+from producer.teacher.scoring import spread
+from producer.teacher.teacher import Teacher
+from protocol.errors import ConfigError
+from protocol.messages import Rollout
 from protocol.versions import Version
 
 from .conftest import Models
@@ -59,6 +65,23 @@ async def test_those_of_the_prompt_are_there_from_where_it_is_asked(engine: Engi
     assert [entry[1] for entry in later["meta_info"]["input_token_logprobs"]] == prompt[3:]
     assert later["meta_info"]["input_token_logprobs"][0][0] is None
     assert (await engine.generate(asking(3, ids=prompt)))["meta_info"]["input_token_logprobs"] == []
+
+
+async def test_a_teachers_scores_are_what_its_model_says_of_each_sampled_token_and_its_vocabulary_is_known(engine: Engine, models: Models, tolerance: float):
+    """Whatever is asked for is read, and nothing is written."""
+    texts = {token: models.tokenizer.decode([token], skip_special_tokens=False) for token in spread(models.tokenizer.get_vocab_size())}
+    teacher = Teacher(engine.session, TeacherConfig(urls=(engine.url,)), texts=texts, key=engine.setup.api_key)
+    await teacher.check()
+    assert not teacher.resting
+    tokens, mask = np.array([*PROMPT, 60, 70, 80, 90, 100], dtype=np.int32), np.array([0] * len(PROMPT) + [1, 0, 1, 1, 0], dtype=np.uint8)
+    rollout = Rollout(tokens=tokens, mask=mask, logprobs=np.zeros(len(tokens), dtype=np.float32), spans=(), reward=0.0)
+    for _ in range(2):  # once more, with all of it in the server's cache
+        told = torch.from_numpy(await teacher.score([rollout]))
+        own = models.written(models.a, PROMPT, tokens[len(PROMPT) :].tolist(), temperature=1.0)
+        torch.testing.assert_close(told[len(PROMPT) :], own * torch.from_numpy(mask[len(PROMPT) :]), atol=tolerance, rtol=0)
+        assert not told[: len(PROMPT)].any()
+    with pytest.raises(ConfigError, match="token 9 is"):
+        await Teacher(engine.session, TeacherConfig(urls=(engine.url,)), texts={9: "nothing like it"}, key=engine.setup.api_key).check()
 
 
 async def test_the_text_of_each_token_is_there_when_asked_for(engine: Engine, models: Models):

@@ -113,6 +113,9 @@ def test_the_configuration_it_writes_is_valid_and_says_what_it_should(tmp_path: 
     (demo.model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     config = load(UpConfig, demo.config, environ={})
     check_all(config)
+    with pytest.raises(ConfigError, match=r"loss.kind distillation without teacher.urls"):
+        check_all(load(UpConfig, demo.config, sets=["loss.kind=distillation"], environ={}))
+    check_all(load(UpConfig, demo.config, sets=["loss.kind=distillation", 'teacher.urls=["http://teacher:30000"]'], environ={}))
     assert (config.run.seed, config.run.folder, config.stop.steps, config.redis.appendfsync) == (7, demo.folder, 30, "always")
     assert (config.buffer.groups_per_step, config.buffer.chunk, config.buffer.max_staleness, config.buffer.pipeline_depth) == (32, 8, 8, 1.5)
     assert (config.engine.count, config.producer.count, config.rollout.group_size) == (2, 2, 8)

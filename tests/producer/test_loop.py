@@ -20,6 +20,7 @@ from producer.pool import EnginePool
 from producer.rollout import GroupMaker
 from producer.sampler import Sampler
 from producer.source import PromptSource
+from producer.teacher.teacher import Teacher
 from producer.work import GroupWork
 from protocol.messages import Edge, ProducerStatus
 from protocol.presence import Presence
@@ -41,10 +42,11 @@ class Parts:
     """A producer whose parts a test holds."""
 
     def __init__(self, stage: Any, prepared: Prepared, config: ProducerDaemonConfig) -> None:
+        teacher = Teacher(stage.session, config.teacher, texts={}) if config.teacher.urls else None
         self.stage = stage
         self.presence = Told(stage.redis, stage.keys)
         self.loop = loop = ProducerLoop(
-            config.producer, ProducerStatus(producer_id="p"), presence=self.presence, slot_s=0.1, redis_deadline_s=5.0, stall_s=1e-6
+            config.producer, ProducerStatus(producer_id="p"), presence=self.presence, slot_s=0.1, redis_deadline_s=5.0, stall_s=1e-6, teacher=teacher
         )
         self.pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0, on_status=loop.on_status)
         self.sampler = Sampler(pool=self.pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
@@ -52,7 +54,7 @@ class Parts:
         self.work = GroupWork(
             ProducerBuffer(stage.ledger, stage.wakeups, "o" * 16),
             PromptSource(prepared.prompts, seed=0),
-            GroupMaker(self.sampler, sampling, group_size=2, group_filter=config.producer.filter, producer_id="p", owner="o" * 16),
+            GroupMaker(self.sampler, sampling, group_size=2, group_filter=config.producer.filter, producer_id="p", owner="o" * 16, teacher=teacher),
             max_inflight=2,
             max_bytes=4096,
             redis_deadline_s=5.0,
@@ -163,3 +165,20 @@ async def test_a_producer_says_which_engines_it_leaves_alone_and_why(stage: Any)
         while (status := await news.get()).resting or not status.groups_put:
             pass
         stop.set()
+
+
+async def test_while_no_teacher_answers_groups_keep_their_slots_and_the_producer_says_so(stage: Any) -> None:
+    config = stage.config(teacher={"urls": ["http://127.0.0.1:9"]})
+    parts = Parts(stage, await stage.create(config), config)
+    await stage.engine("a")
+    stop, news = asyncio.Event(), parts.presence.news
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        life = parts.loop.run(stop, ledger=stage.ledger, pool=parts.pool, work=parts.work, sampler=parts.sampler, evaluation=None)
+        tasks.create_task(life, name="loop")
+        while (status := await news.get()).waiting_for is not Edge.NO_TEACHER:
+            pass
+        assert "cannot be reached" in status.resting["teacher http://127.0.0.1:9"]
+        assert (status.inflight_groups, status.groups_put, status.groups_failed) == (2, 0, 0)
+        stop.set()
+    ledger = await stage.ledger.status()
+    assert (ledger.generating, ledger.released, sum(ledger.dead.values())) == (0, 2, 0)
