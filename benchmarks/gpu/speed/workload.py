@@ -63,7 +63,7 @@ def model_folder(size: str) -> Path:
 
 
 def save_model(size: str, device: str) -> int:
-    """Random weights, embeddings tied, in bfloat16. Its parameters."""
+    """Random weights, embeddings tied, in bfloat16; once on a machine. Its parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -74,13 +74,15 @@ def save_model(size: str, device: str) -> int:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device(device):
+        with torch.device("meta" if folder.exists() else device):
             model = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, max_shard_size="4GB")
-    tokenizer().save_pretrained(folder)
+    if not folder.exists():
+        new = folder.with_name(f"{folder.name}.{os.getpid()}")
+        model.save_pretrained(new, max_shard_size="4GB")
+        tokenizer().save_pretrained(new)
+        new.rename(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
