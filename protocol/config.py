@@ -40,6 +40,7 @@ SECTIONS = (
     "producer",
     "trainer",
     "loss",
+    "critic",
     "megatron",
     "trackers",
     "checkpoint",
