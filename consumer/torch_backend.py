@@ -315,9 +315,7 @@ class TorchBackend:
             return False
         rng = np.random.default_rng(0)
         prompt, *answers = (rng.integers(0, settings.vocab_size, n, dtype=np.int32) for n in (5, 4, 1, 6))
-        alone, together = (
-            self._seen(next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))) for share in (False, True)
-        )
+        alone, together = (self._seen(next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))) for share in (False, True))
         # Alone, rows are sorted by length; bring the shared one into that order: the sibling of 1 token, of 4, of 6.
         together = torch.cat([together[4:5], together[:4], together[5:]])
         exact = bool((alone - together).abs().max() < _PROBE_TOLERANCE)

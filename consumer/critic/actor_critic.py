@@ -12,7 +12,6 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from consumer.advantages import moments, whiten
@@ -20,7 +19,8 @@ from consumer.backend import StepReport, TrainingState
 from consumer.batch import ChunkBatch
 from consumer.critic.config import CriticConfig
 from consumer.critic.critic import Critic, flat_advantages, with_advantages
-from consumer.critic.value_backend import ShardedValueBackend, ValueBackend
+from consumer.critic.value_backend import ValueBackend
+from consumer.losses import LossConfig
 from consumer.torch_backend import TorchBackend
 from protocol.errors import ConfigError
 from weightsync.snapshot import HeldWeights
@@ -109,7 +109,9 @@ def with_critic(policy: object, model_path: Path, config: CriticConfig, trainer:
         raise ConfigError(f"critic.device {config.device} with several ranks: each has its shard of the critic on its own device; leave critic.device out")
     device = torch.device(config.device or trainer.device)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"critic.device {device}: this host has {torch.cuda.device_count()} devices; name one that is there, or leave it out for the policy's")
+        raise ConfigError(
+            f"critic.device {device}: this host has {torch.cuda.device_count()} devices; name one that is there, or leave it out for the policy's"
+        )
     changed = {
         "device": str(device),
         "lr": config.lr,
@@ -118,7 +120,11 @@ def with_critic(policy: object, model_path: Path, config: CriticConfig, trainer:
         "grad_clip": config.grad_clip,
         "head_float32": True,
     }
-    kind = ShardedValueBackend if ranked else ValueBackend
+    kind: type[ValueBackend] = ValueBackend
+    if ranked:
+        from consumer.critic.sharded import ShardedValueBackend  # DTensor: not every build of torch has it
+
+        kind = ShardedValueBackend
     folder = Path(config.model_path).absolute() if config.model_path else model_path
-    values = kind(folder, trainer.model_copy(update=changed), seed=seed, shared=shared and not config.device)
+    values = kind(folder, trainer.model_copy(update=changed), loss=LossConfig(), temperature=1.0, seed=seed, shared=shared and not config.device)
     return ActorCritic(policy, Critic(values, config), config)

@@ -65,5 +65,5 @@ def check_critic(critic: CriticConfig, trainer: TrainerConfig) -> None:
         )
     if critic.device and trainer.ranks > 1:
         raise ConfigError(
-            f"critic.device {critic.device} with trainer.ranks {trainer.ranks}: each rank has its shard of the critic on its own device; leave critic.device out"
+            f"critic.device {critic.device} with trainer.ranks {trainer.ranks}: each has its shard of the critic on its own device; leave critic.device out"
         )

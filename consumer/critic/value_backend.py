@@ -16,11 +16,8 @@ from consumer.config import TrainerConfig
 from consumer.critic.model import load_value_model
 from consumer.losses import LossConfig
 from consumer.model_shaping import recompute_activations
-from consumer.ranks.sharded import ShardedBackend
 from consumer.torch_backend import TorchBackend
 from protocol.errors import RollstreamError
-
-_LOSS = LossConfig()
 
 
 class ValueBackend(TorchBackend):
@@ -31,9 +28,7 @@ class ValueBackend(TorchBackend):
 
     _section, _folder_key = "critic", "critic.model_path"
 
-    def __init__(
-        self, model_path: Path, config: TrainerConfig, *, loss: LossConfig = _LOSS, temperature: float = 1.0, seed: int, shared: bool = False
-    ) -> None:
+    def __init__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False) -> None:
         """`config` is [trainer] with what [critic] says instead. `loss` and `temperature` are not read."""
         super().__init__(model_path, config, loss=loss, temperature=temperature, seed=seed, shared=shared)
         with torch.no_grad():  # only now: whether siblings may share a row was tried with a head that sees something
@@ -87,7 +82,3 @@ class ValueBackend(TorchBackend):
                 "checkpoint's folder model"
             )
         super()._check(state)
-
-
-class ShardedValueBackend(ShardedBackend, ValueBackend):
-    """The same on several ranks, cut over them as the policy is."""
