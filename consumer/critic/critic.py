@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -151,5 +151,5 @@ def _numbered(batch: ChunkBatch) -> ChunkBatch:
     return dataclasses.replace(batch, groups=tuple(groups))
 
 
-def _told(report: StepReport, *, clipped: float, alone: bool) -> Mapping[str, float]:
+def _told(report: StepReport, *, clipped: float, alone: bool) -> dict[str, float]:
     return {"value_clip_fraction": clipped, "critic_grad_norm": report.grad_norm, "critic_lr": report.lr, "critic_only": float(alone)}

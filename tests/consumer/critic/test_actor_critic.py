@@ -116,7 +116,7 @@ def test_the_ragged_groups_are_what_they_claim(chunks: Chunks):
 @pytest.mark.parametrize("critic", [{}, {"whiten": True, "epochs": 2, "value_clip": 0.05, "lam": 0.9}], ids=["streamed", "whitened"])
 def test_where_a_step_is_cut_changes_nothing(make: Make, chunks: Chunks, critic: dict[str, Any]):
     one, many = make(**critic), make(**critic, trainer={"micro_batch_tokens": 24})
-    for step in (1, 2, 3):
+    for step in (1, 2):
         first, second = stepped(one, chunks(12), step), stepped(many, chunks(1 + step), step)
         assert first.diagnostics.keys() == second.diagnostics.keys()
         for name, value in first.diagnostics.items():
