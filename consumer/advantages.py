@@ -189,6 +189,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gae": bare,  # what a critic makes advantages of, token by token: `consumer.critic`
     "none": bare,
 }
 

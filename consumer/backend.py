@@ -44,7 +44,7 @@ class TrainingState:
 
     weights: Mapping[str, TensorBytes]
     optimizer: Mapping[str, TensorBytes]
-    """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`."""
+    """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`; of a critic, the same and `weights.<parameter>` after `critic.`."""
     rng: Mapping[str, bytes]
 
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from buffer.config import BufferConfig
 from consumer.advantages import ADVANTAGES
+from consumer.critic.config import CriticConfig, check_critic
 from consumer.losses.config import LossConfig
 from consumer.megatron.config import MegatronConfig
 from consumer.trackers.config import TrackersConfig
@@ -111,6 +112,7 @@ class TrainerDaemonConfig(Tree):
     weights: WeightsConfig = WeightsConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
     megatron: MegatronConfig = MegatronConfig()
     trackers: TrackersConfig = TrackersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -124,14 +126,17 @@ class TrainerDaemonConfig(Tree):
         """
         check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint, loss=self.loss)
         check_loss(self.loss, self.rollout)
+        check_critic(self.critic, self.trainer)
         check_layout(self.megatron, self.trainer)
         self.trackers.check()
         check_turns(self.placement, self.buffer)
         check_model_folder(self.model_folder)
+        if self.critic.model_path:
+            check_model_folder(Path(self.critic.model_path).absolute(), key="critic.model_path")
 
     def told(self) -> dict[str, JsonValue]:
         """What trackers say of the run beside its figures. Nothing that may hold a secret."""
-        return {name: getattr(self, name).model_dump(mode="json") for name in ("rollout", "trainer", "loss")}
+        return {name: getattr(self, name).model_dump(mode="json") for name in ("rollout", "trainer", "loss", "critic")}
 
     @property
     def model_folder(self) -> Path:
@@ -212,15 +217,15 @@ def stop_seconds(weights: WeightsConfig) -> float:
     return PUBLISH_S + ACK_ROUNDS * weights.apply_deadline_s + _OTHER_STOP_S
 
 
-def check_model_folder(folder: Path) -> None:
-    """What can be told of a model without loading it. Raises: `ConfigError` naming model.path."""
+def check_model_folder(folder: Path, *, key: str = "model.path") -> None:
+    """What can be told of a model without loading it. Raises: `ConfigError` naming `key`."""
     if not folder.is_dir():
-        raise ConfigError(f"model.path {folder}: no such folder; give a folder with config.json, tokenizer.json and safetensors weights")
+        raise ConfigError(f"{key} {folder}: no such folder; give a folder with config.json, tokenizer.json and safetensors weights")
     try:
         described = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as problem:
-        raise ConfigError(f"model.path {folder}: config.json cannot be read ({problem}); give the folder of a Hugging Face causal LM") from problem
+        raise ConfigError(f"{key} {folder}: config.json cannot be read ({problem}); give the folder of a Hugging Face causal LM") from problem
     if not isinstance(described, dict) or "model_type" not in described:
-        raise ConfigError(f"model.path {folder}: config.json names no model_type; give the folder of a Hugging Face causal LM")
+        raise ConfigError(f"{key} {folder}: config.json names no model_type; give the folder of a Hugging Face causal LM")
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path {folder}: has no *.safetensors file; save the starting weights there with save_pretrained")
+        raise ConfigError(f"{key} {folder}: has no *.safetensors file; save the starting weights there with save_pretrained")

@@ -83,6 +83,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _m("entropy", "nats", "Of the policy, mean over the tokens in the loss."),
         _m("reference_kl", "nats", "k3 of the policy against the reference model, mean over tokens; only where there is one."),
     ),
+    "The critic, with trainer.advantage gae": (
+        _m("value_loss", "", "Half the squared difference of value and return, mean over the tokens in the loss, before the step."),
+        _m("value_mean", "", "Value of a token before the step, mean over the tokens in the loss."),
+        _m("return_mean", "", "What values are to become, mean over the same tokens."),
+        _m("value_explained_variance", "", "1 - Var(return - value) / Var(return): 1 foresees all, 0 nothing; not there where all returns are equal."),
+        _m("value_clip_fraction", "ratio", "Share of tokens whose gradient critic.value_clip took in the last pass."),
+        _m("critic_grad_norm", "", "Of the critic's gradient before clipping, in the last pass."),
+        _m("critic_lr", "", "Learning rate of the critic's step, after warm-up."),
+        _m("critic_only", "", "1 in critic.warmup_steps: the policy rests, and its figures are those of a step without tokens. 0 after."),
+    ),
     "How far the policy is from the one that sampled (r: ratio of the two at a token)": (
         _m("ratio_dev", "", "Mean of |r - 1|."),
         _m("ratio_mean", "", "Mean of r; 1 in expectation.", ages=True),

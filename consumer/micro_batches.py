@@ -43,7 +43,7 @@ class LossTokens:
     behaviour: FloatArray
     """[N] float32, nats"""
     advantage: FloatArray
-    """[N] float32, that of the token's rollout"""
+    """[N] float32, that of the token's rollout; of the token itself where a critic judged it"""
     weight: FloatArray
     """[N] float32: the step's loss is the sum of weight times loss, by the sum of the chunks' divisors."""
     rollout: IndexArray

@@ -45,7 +45,7 @@ class Siblings:
     behaviour: FloatArray
     """[N] float32, nats"""
     advantage: FloatArray
-    """[N] float32, that of the token's rollout"""
+    """[N] float32, that of the token's rollout; of the token itself where a critic judged it"""
     prefix: int
     """Leading tokens that all siblings share, before any trainable one; 0: not known to share any."""
     weight: FloatArray | None = None

@@ -56,6 +56,11 @@ class TorchBackend:
     loss needs a reference model and there is no room for it.
     """
 
+    _section, _folder_key = "trainer", "model.path"
+    """For messages."""
+    idle_steps = 0
+    """So many steps at the start move other weights than these: warm-up begins after them."""
+
     def __init__(
         self, model_path: Path, config: TrainerConfig, *, loss: LossConfig = _DEFAULT_LOSS, temperature: float, seed: int, shared: bool = False
     ) -> None:
@@ -75,7 +80,7 @@ class TorchBackend:
         self._quadratic = quadratic_cost(self._model) if self._packed else 0.0
         self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         self._kept = self._tensors()
-        _check_names(model_path, set(self._kept))
+        self._check_files(model_path)
         self._buffers: SnapshotBuffers | None = None
         """Made for the first version: who trains without publishing needs none."""
         parts: list[dict[str, Any]] = [
@@ -104,7 +109,7 @@ class TorchBackend:
 
     def finish_step(self, step: int, divisor: float) -> StepReport:
         totals = self._totals()
-        rate = self._config.lr * min(1.0, step / max(1, self._config.warmup_steps))
+        rate = self._config.lr * min(1.0, max(0, step - self.idle_steps) / max(1, self._config.warmup_steps))
         if self._loss_config.lr_by_ess:
             rate *= totals.lr_scale
         if not divisor:
@@ -114,7 +119,7 @@ class TorchBackend:
             torch._foreach_div_(gradients, float(divisor))
         norm = self._gradient_norm()
         if not np.isfinite(norm):
-            raise RollstreamError(f"step {step}: the gradient's norm is {norm}; look at the rewards and logprobs of its groups, or lower trainer.lr")
+            raise RollstreamError(f"step {step}: the gradient's norm is {norm}; look at the rewards and logprobs of its groups, or lower {self._section}.lr")
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
@@ -294,7 +299,7 @@ class TorchBackend:
         """Raises: `RollstreamError` if it belongs to another model."""
         if set(state.weights) != set(self._kept):
             odd = sorted(set(state.weights) ^ set(self._kept))
-            raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")
+            raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct {self._folder_key}")
         for name, tensor in self._kept.items():
             if tuple(tensor.shape) != state.weights[name].shape:
                 raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {state.weights[name].shape}, expected {tuple(tensor.shape)}")
@@ -310,6 +315,10 @@ class TorchBackend:
         if self._target.type == "cuda" and "cuda" in state.rng:
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(state.rng["cuda"]), dtype=torch.uint8), self._target)
 
+    def _check_files(self, folder: Path) -> None:
+        """Engines load what is published by the names of the model's files, so both must agree. Raises: `ConfigError`."""
+        _check_names(folder, set(self._kept))
+
     # -- prompt sharing ----------------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -321,16 +330,17 @@ class TorchBackend:
             return False
         rng = np.random.default_rng(0)
         prompt, *answers = (rng.integers(0, settings.vocab_size, n, dtype=np.int32) for n in (5, 4, 1, 6))
-        alone, together = (
-            self._logits(self._model, next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))).float().log_softmax(-1)
-            for share in (False, True)
-        )
+        alone, together = (self._seen(next(micro_batches(_probe(prompt, answers), max_tokens=64, share_prompts=share))) for share in (False, True))
         # Alone, rows are sorted by length; bring the shared one into that order: the sibling of 1 token, of 4, of 6.
         together = torch.cat([together[4:5], together[:4], together[5:]])
         exact = bool((alone - together).abs().max() < _PROBE_TOLERANCE)
         if not exact:
             _LOG.info("siblings do not share a row: this architecture attends in its own way")
         return exact
+
+    def _seen(self, part: MicroBatch) -> Tensor:
+        """What must be the same in a row of siblings as in rows of their own, by token."""
+        return self._logits(self._model, part).float().log_softmax(-1)
 
 
 def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> ChunkBatch:
@@ -375,7 +385,6 @@ def _load(path: Path, device: torch.device) -> Any:
 
 
 def _check_names(folder: Path, names: set[str]) -> None:
-    """Engines load what is published by the names of the model's files, so both must agree."""
     found: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         with open_tensors(file) as tensors:

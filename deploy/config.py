@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from buffer.config import BufferConfig
 from consumer.config import CheckpointConfig, StopConfig, TrainerConfig
+from consumer.critic.config import CriticConfig
 from consumer.losses.config import LossConfig
 from consumer.megatron.config import MegatronConfig
 from consumer.trackers.config import TrackersConfig
@@ -55,6 +56,7 @@ class UpConfig(Tree):
     producer: ProducerConfig = ProducerConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
     megatron: MegatronConfig = MegatronConfig()
     trackers: TrackersConfig = TrackersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -41,6 +41,7 @@ SECTIONS = (
     "producer",
     "trainer",
     "loss",
+    "critic",
     "megatron",
     "trackers",
     "checkpoint",

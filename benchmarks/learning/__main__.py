@@ -45,7 +45,8 @@ class Comparison:
         ours = asyncio.current_task()
         assert ours is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ours.cancel)
-        self._work.mkdir(parents=True, exist_ok=True)
+        for folder in (self._out, self._work):
+            folder.mkdir(parents=True, exist_ok=True)
         print(f"{len(self._left)} runs to do, {self._there} are there", flush=True)
         for seed in sorted({cell.seed for cell in self._left}):
             await asyncio.to_thread(prepare, self._work, seed)

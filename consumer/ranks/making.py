@@ -7,12 +7,14 @@ from typing import Any, cast
 from buffer.shares import Share
 from consumer.backend import Backend, BackendFactory, find_backend
 from consumer.config import TrainerDaemonConfig
+from consumer.critic.config import GAE, check_critic
 from consumer.ranks.place import Place
 
 
 def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Backend:
     """In the thread that will train; of several ranks, once their process group is there. Takes seconds. Raises: `ConfigError`."""
     trainer, options = config.trainer, dict[str, Any]()
+    check_critic(config.critic, trainer)
     if config.placement.layout == "colocated":
         options["shared"] = True
     if trainer.backend == "megatron":
@@ -29,7 +31,13 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
         factory = cast("BackendFactory", ShardedBackend)
         if place is None:
             join_alone(trainer.device)
-    return factory(config.model_folder, trainer, loss=config.loss, temperature=config.rollout.temperature, seed=config.run.seed, **options)
+    backend = factory(config.model_folder, trainer, loss=config.loss, temperature=config.rollout.temperature, seed=config.run.seed, **options)
+    if trainer.advantage != GAE:
+        return backend
+    from consumer.critic.actor_critic import with_critic
+
+    shared, sharded = config.placement.layout == "colocated", place is not None or trainer.cpu_offload
+    return with_critic(backend, config.model_folder, config.critic, trainer, seed=config.run.seed, sharded=sharded, shared=shared)
 
 
 def share_of(backend: Backend, place: Place) -> Share:

@@ -43,6 +43,18 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("loss.kind distillation", "rollout.temperature 0.7", "set rollout.temperature = 1"),
     ),
     "unknown advantage": ({"trainer__advantage": "grpo"}, ("advantage 'grpo'", "group_std", "package.module:function")),
+    "gae without a critic": ({"trainer__advantage": "gae"}, ("trainer.advantage gae", "[critic]", "set critic.lr")),
+    "gae on megatron": (
+        {"trainer__advantage": "gae", "trainer__backend": "megatron", "critic__lr": 1e-5},
+        ("trainer.backend megatron", "beside the torch backend alone", "trainer.backend = torch", "group_std"),
+    ),
+    "critic that clips nothing": ({"trainer__advantage": "gae", "critic__value_clip": 0.2}, ("critic.value_clip 0.2", "critic.epochs above 1")),
+    "critic of ranks elsewhere": (
+        {"trainer__advantage": "gae", "trainer__ranks": 2, "critic__device": "cpu"},
+        ("critic.device cpu", "leave critic.device out"),
+    ),
+    "critic on an unknown device": ({"critic__device": "gpu"}, ("critic.device",)),
+    "no model of the critic": ({"trainer__advantage": "gae", "critic__model_path": "/no/such/model"}, ("critic.model_path /no/such/model",)),
     "unknown tracker": ({"trackers__names": ["mlflow"]}, ("trackers.names", "'mlflow'", "'tensorboard' or 'wandb'")),
     "beta of 1": ({"trainer__betas": [0.9, 1.0]}, ("betas", "below 1")),
     "greedy": ({"rollout__temperature": 0.0}, ("rollout.temperature 0",)),

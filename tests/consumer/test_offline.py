@@ -105,6 +105,28 @@ async def test_a_shadow_trains_the_same_groups_to_the_same_bits_takes_none_and_i
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["step-000004-1", "step-000006-1"]
 
 
+async def test_a_critic_trains_beside_the_policy_and_resumes_from_files_to_the_bit(
+    redis: Client, keys: Keys, make_config: Tables, producing: Callable[..., Any]
+):
+    """A run; a shadow of it in two lives. In the first two steps versions advance and weights stay."""
+    gae: dict[str, Any] = {"trainer__advantage": "gae", "critic__lr": 1e-3, "critic__warmup_steps": 2, "critic__whiten": True, "critic__lam": 0.95}
+    config = configured(make_config(stop__steps=5, buffer__retention=50, **gae))
+    producing(keys)
+    await train(config, redis)
+    lines, trained = metrics(config.run.folder), digests(config)
+    assert [(line["critic_only"], line["version"]) for line in lines] == [(1, "1:1"), (1, "1:2"), (0, "1:3"), (0, "1:4"), (0, "1:5")]
+    assert trained[1] == trained[2]
+    assert len(set(trained.values())) == 4
+    assert all(line["critic_grad_norm"] > 0 and line["value_loss"] > 0 for line in lines)
+    for steps in (3, 5):
+        shadow = configured(make_config(stop__steps=steps, buffer__retention=50, **gae))
+        await run_shadow(shadow, await handle(config, redis), asyncio.Event(), name="critic", from_step=None)
+    again = metrics(config.run.folder / "shadow-critic")
+    assert {line["step"]: line["digest"] for line in again} == trained
+    assert [line["value_loss"] for line in again] == [line["value_loss"] for line in lines]
+    assert len(again) == 5, "no step was trained twice"
+
+
 async def _status(ledger: RedisLedger, waker: Any) -> Any:
     from protocol.errors import RunMissing
 

@@ -59,14 +59,25 @@ def chunks_of(groups: list[Any], step: int) -> list[ChunkRecord]:
     ]
 
 
-def train(backend: TorchBackend, groups: list[Any], share: Share, normaliser: Any, steps: range) -> Trained:
+CRITIC = {"lr": 1e-2, "lr_warmup_steps": 2, "warmup_steps": 1, "epochs": 2, "value_clip": 0.2, "lam": 0.9, "whiten": True}
+
+
+def with_critic(policy: TorchBackend, folder: Path, *, sharded: bool) -> Any:
+    from consumer.critic import actor_critic
+    from consumer.critic.config import CriticConfig
+
+    trainer = TrainerConfig(**(SETTINGS | {"advantage": "gae"}))
+    return actor_critic.with_critic(policy, folder, CriticConfig(**CRITIC), trainer, seed=3, sharded=sharded, shared=False)
+
+
+def train(backend: TorchBackend, groups: list[Any], share: Share, normaliser: Any, steps: range, *, advantage: str = "group_std") -> Trained:
     reports, digests = [], []
     for step in steps:
         divisor = 0.0
         for chunk in chunks_of(groups, step):
-            (whole,) = collated(chunk, groups, Share(0, 1), normaliser)
+            (whole,) = collated(chunk, groups, Share(0, 1), normaliser, advantage)
             divisor += whole.divisor
-            backend.accumulate(*collated(chunk, groups, share, normaliser))
+            backend.accumulate(*collated(chunk, groups, share, normaliser, advantage))
         reports.append(backend.finish_step(step, divisor))
         held = backend.snapshot()
         digests.append(held.digest())
@@ -75,10 +86,10 @@ def train(backend: TorchBackend, groups: list[Any], share: Share, normaliser: An
     return Trained(reports, digests, backend.capture())
 
 
-def collated(chunk: ChunkRecord, groups: list[Any], share: Share, normaliser: Any) -> list[ChunkBatch]:
+def collated(chunk: ChunkRecord, groups: list[Any], share: Share, normaliser: Any, advantage: str = "group_std") -> list[ChunkBatch]:
     own = {header.seq for header in share.of(chunk.headers)}
     mine = [group for group in groups if group[0].seq in own and group[0] in chunk.headers]
-    return collate_step([(chunk, mine)], find_advantage("group_std"), normaliser=normaliser)
+    return collate_step([(chunk, mine)], find_advantage(advantage), normaliser=normaliser)
 
 
 def member(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[Any], answers: Any) -> None:
@@ -121,6 +132,9 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
                 assert backend.digest() == before, "without a divisor the weights stay"
                 handed = broadcast_state(state.state if rank == 0 else None)
                 found["handed over"] = plain(Trained([], [], handed))
+        found |= with_critics(
+            lambda: ShardedBackend(folders[True], TrainerConfig(**SETTINGS), loss=LossConfig(), temperature=1.0, seed=3), folders, groups, rank
+        )
         return found
     finally:
         dist.destroy_process_group()
@@ -156,6 +170,19 @@ def cut(backend: TorchBackend, groups: list[Any], share: Share) -> list[tuple[in
     parts = [list(backend._micro_batches(batch)) for batch in batches]
     assert [sum(len(part.targets) for part in one) for one in parts] == [batch.tokens for batch in batches]
     return [(len(one), sum(len(part.targets) for part in one)) for one in parts]
+
+
+def with_critics(policy: Callable[[], TorchBackend], folders: dict[bool, Path], groups: list[Any], rank: int) -> dict[str, Any]:
+    from consumer.ranks.handing_over import hand_over
+
+    def on(backend: Any, steps: range) -> Trained:
+        return train(backend, groups, Share(rank, RANKS), "token_mean", steps, advantage="gae")
+
+    first, second = (with_critic(policy(), folders[True], sharded=True) for _ in range(2))
+    trained = on(first, range(1, STEPS + 1))
+    hand_over(second, trained.state if rank == 0 else None)
+    steps = range(STEPS + 1, STEPS + 2)
+    return {"critic": plain(trained), "critic restored": plain(on(second, steps)), "critic straight on": plain(on(first, steps))}
 
 
 def plain(trained: Trained) -> Any:
@@ -272,6 +299,17 @@ def test_a_checkpoint_of_two_ranks_resumes_on_two_to_the_bit_and_on_one(pair: tu
     backend.restore(state_of(pair[0]["plain"]))
     assert backend.digest() == pair[0]["plain"][1][-1]
     assert_near(on(range(STEPS + 1, STEPS + 2)), pair[0]["straight on"], weights=5e-6, figures=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_train_a_critic_as_one_does_and_resume_to_the_bit(pair: tuple[Any, Any], model_path: Path, groups: list[Any]):
+    policy = TorchBackend(model_path, TrainerConfig(**SETTINGS), loss=LossConfig(), temperature=1.0, seed=3)
+    backend = with_critic(policy, model_path, sharded=False)
+    expected = train(backend, groups, Share(0, 1), "token_mean", range(1, STEPS + 1), advantage="gae")
+    assert_near(pair[0]["critic"], plain(expected), weights=2e-5, figures=1e-5)
+    assert pair[0]["critic"][1][0] != pair[0]["critic"][1][1], "the policy moves, after a step in which the critic warms up"
+    assert pair[0]["critic"][0] == pair[1]["critic"][0]
+    assert pair[0]["critic restored"] == pair[0]["critic straight on"]
 
 
 @pytest.mark.timeout(300)

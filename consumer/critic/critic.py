@@ -1,0 +1,155 @@
+"""The critic of a step: chunks go in with each rollout's reward, and come out with an advantage for each token; meanwhile it learns from them.
+
+    chunk ─► micro-batches ─► values ─► returns, advantages ─► value loss ─► gradients add up │ … │ finish_step: AdamW, further passes
+                                                 └───────────► chunk for the policy
+
+One forward serves both: the values that advantages are made of are those before the step, and nothing moves before its end.
+Invariant: a token's advantage depends on nothing outside its rollout, and the loss is a sum over tokens by the step's tokens: where the step is cut into
+chunks, micro-batches and ranks changes either by rounding only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from consumer.advantages import gae
+from consumer.backend import StepReport, TrainingState
+from consumer.batch import ChunkBatch, MicroBatch
+from consumer.critic.config import CriticConfig
+from consumer.critic.value_backend import ValueBackend
+from consumer.critic.value_loss import Sums, measure, nothing, value_loss
+
+_PREFIX, _WEIGHTS = "critic.", "critic.weights."
+"""Of its tensors among those of the policy's optimizer in a checkpoint. No moment is called weights."""
+
+
+class _Lesson(NamedTuple):
+    """A micro-batch, and what it teaches."""
+
+    part: MicroBatch
+    before: Tensor
+    """[N], values before the step."""
+    returns: Tensor
+    """[N]"""
+
+
+class Critic:
+    """OPEN: `accumulate(chunk)` any number of times → `finish_step` → OPEN; every rank calls both in the same order."""
+
+    def __init__(self, backend: ValueBackend, config: CriticConfig) -> None:
+        self.backend, self._config = backend, config
+        self._sums = nothing(backend.device)
+        self._lessons: list[_Lesson] = []
+        """Of the step, where there are further passes."""
+        self._alone: bool | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the step under way is one in which the policy rests."""
+        if self._alone is None:
+            self._alone = self.backend.taken < self._config.warmup_steps * self._config.epochs
+        return self._alone
+
+    def accumulate(self, batch: ChunkBatch) -> ChunkBatch:
+        """Add the gradient of the chunk; `batch` with the advantages of its tokens, where it had the reward of their rollout."""
+        found = np.zeros(sum(len(group.targets) for group in batch.groups))
+        for part in self.backend.cut(_numbered(batch)):
+            values = self.backend.values(part)
+            before = values.detach()
+            found[part.age], returns = self._judged(part, before.double().cpu().numpy())
+            lesson = _Lesson(part, before, self.backend.tensor(returns.astype(np.float32)))
+            self._sums = self._sums.to(self.backend.device) + self._learn(values, lesson)
+            if self._config.epochs > 1:
+                self._lessons.append(lesson)
+        return with_advantages(batch, found)
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Step the optimizer, once a pass; the figures of the step, by name. Without tokens the weights stay.
+
+        Raises: `RollstreamError` for a gradient that is not finite.
+        """
+        alone, lessons = self.alone, list(self._lessons)
+        sums = last = Sums(self.backend.total(self._sums))
+        report = self.backend.finish_step(step, sums.tokens)
+        for _ in range(1, self._config.epochs if sums.tokens else 1):
+            again = nothing(self.backend.device)
+            for lesson in lessons:
+                again += self._learn(self.backend.values(lesson.part), lesson)
+            last = Sums(self.backend.total(again))
+            report = self.backend.finish_step(step, sums.tokens)
+        self.abandon_step()
+        return sums.figures() | _told(report, clipped=last.mean("clipped"), alone=alone)
+
+    def abandon_step(self) -> None:
+        """Forget what was accumulated."""
+        self.backend.abandon_step()
+        self._sums, self._alone = nothing(self.backend.device), None
+        self._lessons.clear()
+
+    # -- state -------------------------------------------------------------------------------------------------------------------------------
+
+    def capture(self, policy: TrainingState) -> TrainingState:
+        """The policy's, with everything that the critic's next step depends on."""
+        own = self.backend.capture()
+        named = {_WEIGHTS + name: tensor for name, tensor in own.weights.items()} | {_PREFIX + name: tensor for name, tensor in own.optimizer.items()}
+        return dataclasses.replace(policy, optimizer={**policy.optimizer, **named})
+
+    def restore(self, state: TrainingState) -> None:
+        """Raises: `RollstreamError` if it has no critic, or that of another model."""
+        own = {name: tensor for name, tensor in state.optimizer.items() if name.startswith(_PREFIX)}
+        weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in own.items() if name.startswith(_WEIGHTS)}
+        moments = {name.removeprefix(_PREFIX): tensor for name, tensor in own.items() if not name.startswith(_WEIGHTS)}
+        self.backend.restore(TrainingState(weights=weights, optimizer=moments, rng=state.rng))
+        self.abandon_step()
+
+    # -- parts -------------------------------------------------------------------------------------------------------------------------------
+
+    def _judged(self, part: MicroBatch, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Advantages for the policy and returns for the critic, [N] and [N] of the micro-batch's tokens."""
+        rollouts = int(part.rollout[-1]) + 1 if len(part.rollout) else 0
+        starts = np.searchsorted(part.rollout, np.arange(rollouts + 1))
+        rewards = part.advantage[starts[:-1]].astype(np.float64)
+        advantages, returns = gae(rewards, values, starts, gamma=self._config.gamma, lam=self._config.lam)
+        if self._config.lam_policy:
+            advantages, _ = gae(rewards, values, starts, gamma=self._config.gamma, lam=self._config.lam_policy)
+        return advantages, returns
+
+    def _learn(self, values: Tensor, lesson: _Lesson) -> Tensor:
+        """Add the gradient; the sums of it."""
+        told = value_loss(values, lesson.before, lesson.returns, clip=self._config.value_clip)
+        told.loss.sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
+        return measure(values, lesson.returns, told)
+
+
+def with_advantages(batch: ChunkBatch, values: NDArray[np.float64]) -> ChunkBatch:
+    """`batch` with these [N], one for each of its tokens in the loss."""
+    cuts = itertools.pairwise(itertools.accumulate((len(group.targets) for group in batch.groups), initial=0))
+    flat = values.astype(np.float32)
+    groups = (dataclasses.replace(group, advantage=flat[start:end]) for group, (start, end) in zip(batch.groups, cuts, strict=True))
+    return dataclasses.replace(batch, groups=tuple(groups))
+
+
+def flat_advantages(batches: Iterable[ChunkBatch]) -> NDArray[np.float64]:
+    """[N] of all their tokens in the loss."""
+    return np.concatenate([np.zeros(0), *(group.advantage for batch in batches for group in batch.groups)])
+
+
+def _numbered(batch: ChunkBatch) -> ChunkBatch:
+    """Each token in the loss by its place in the chunk. Micro-batches sort rows, and carry one whole number a token, its age: a critic needs no age."""
+    groups, begin = [], 0
+    for group in batch.groups:
+        places = np.arange(begin, begin + len(group.targets), dtype=np.int64)
+        groups.append(dataclasses.replace(group, stretches=np.stack((np.ones_like(places), places))))
+        begin += len(places)
+    return dataclasses.replace(batch, groups=tuple(groups))
+
+
+def _told(report: StepReport, *, clipped: float, alone: bool) -> dict[str, float]:
+    return {"value_clip_fraction": clipped, "critic_grad_norm": report.grad_norm, "critic_lr": report.lr, "critic_only": float(alone)}
