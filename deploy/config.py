@@ -19,6 +19,7 @@ from producer.engine.config import EngineConfig
 from protocol.config import DataConfig, ModelConfig, PlacementConfig, RayConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
+from weightsync.lora import LoraConfig
 
 LAST_PORT = 65535
 
@@ -53,6 +54,7 @@ class UpConfig(Tree):
     producer: ProducerConfig = ProducerConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
+    lora: LoraConfig = LoraConfig()
     megatron: MegatronConfig = MegatronConfig()
     trackers: TrackersConfig = TrackersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -135,6 +135,7 @@ class Sampler:
                 span_lag=engine.span_lag,
                 prefix_cache=engine.prefix_cache,
                 salt=rid if engine.mixed else "",
+                adapter=name_of(engine.adapters, engine.version) if engine.adapters else "",
                 on_sign=lambda: self._pool.answers(seat),
             )
         except BaseException:

@@ -40,6 +40,7 @@ SECTIONS = (
     "producer",
     "trainer",
     "loss",
+    "lora",
     "megatron",
     "trackers",
     "checkpoint",
