@@ -186,7 +186,9 @@ def check_layout(megatron: MegatronConfig, trainer: TrainerConfig) -> None:
 def check_trains(lora: LoraConfig, trainer: TrainerConfig, *, ranks: int) -> None:
     """Whether this trainer can train an adapter. Raises: `ConfigError`."""
     if lora.rank and trainer.backend != "torch":
-        raise ConfigError(f'lora.rank {lora.rank} with trainer.backend {trainer.backend}: adapters are trained by "torch" alone; set lora.rank = 0, or that backend')
+        raise ConfigError(
+            f'lora.rank {lora.rank} with trainer.backend {trainer.backend}: adapters are trained by "torch" alone; set lora.rank = 0, or that backend'
+        )
     if lora.rank and ranks > 1:
         raise ConfigError(f"lora.rank {lora.rank} on {ranks} ranks: an adapter is trained by one; set trainer.ranks = 1, or lora.rank = 0")
 

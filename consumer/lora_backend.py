@@ -97,9 +97,13 @@ class LoraBackend(TorchBackend):
         if theirs is None:
             raise RollstreamError("the checkpoint holds all weights, and lora.rank asks for an adapter: set lora.rank = 0, or begin a run with --new")
         if theirs.digest != ours.digest:
-            raise RollstreamError(f"the checkpoint's adapter is of the weights {theirs.digest} that were in {theirs.path}, and model.path has {ours.digest}: correct it")
+            raise RollstreamError(
+                f"the checkpoint's adapter is of the weights {theirs.digest} that were in {theirs.path}, and model.path has {ours.digest}: correct it"
+            )
         if theirs.scaling != ours.scaling:
-            raise RollstreamError(f"the checkpoint's adapter is scaled by {theirs.scaling:g}, lora.alpha and lora.rank say {ours.scaling:g}: correct lora.alpha")
+            raise RollstreamError(
+                f"the checkpoint's adapter is scaled by {theirs.scaling:g}, lora.alpha and lora.rank say {ours.scaling:g}: correct lora.alpha"
+            )
         super()._check(state)
 
 

@@ -20,6 +20,6 @@ def check_adapters(lora: LoraConfig, weights: WeightsConfig, placement: Placemen
         )
     if placement.layout == "colocated":
         raise ConfigError(
-            'lora.publish "adapter" with placement.layout colocated: an engine that freed its memory has lost the weights under the adapter; set lora.publish = '
-            '"merged", or another layout'
+            'lora.publish "adapter" with placement.layout colocated: an engine that freed its memory has lost the weights under the adapter; set '
+            'lora.publish = "merged", or another layout'
         )

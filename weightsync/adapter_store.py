@@ -1,6 +1,6 @@
 """The store of a run whose versions are adapters: folders that peft and SGLang load, and nothing of the model that they belong to.
 
-    <folder>/v2-7/adapter_model.safetensors, adapter_config.json, manifest.json
+<folder>/v2-7/adapter_model.safetensors, adapter_config.json, manifest.json
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class AdapterStore(DirectoryStore):
         """The folder to load, known to lie in this store. Raises: `ManifestError` for anything but an adapter; `VersionGone` if it is not there."""
         if manifest.kind != KIND or manifest.transport != "store":
             raise ManifestError(
-                f"version {manifest.version} is {manifest.kind} by {manifest.transport}: this process takes adapters; the trainer and all engines need the same "
-                "[lora] section"
+                f"version {manifest.version} is {manifest.kind} by {manifest.transport}: this process takes adapters; the trainer and all engines need the "
+                "same [lora] section"
             )
         return self._place(manifest)
 

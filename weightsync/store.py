@@ -121,9 +121,7 @@ class VersionStore(Protocol):
         """Remove versions of `incarnation` that are neither known nor parents of what is: Redis lost the list that they were on."""
 
 
-def open_store(
-    config: WeightsConfig, run: RunConfig, model_path: str | os.PathLike[str] | None = None, *, lora: LoraConfig = _NO_LORA
-) -> VersionStore:
+def open_store(config: WeightsConfig, run: RunConfig, model_path: str | os.PathLike[str] | None = None, *, lora: LoraConfig = _NO_LORA) -> VersionStore:
     """The store of this run: `DirectoryStore` for a folder or file:// URL, `ObjectVersions` for any other URL, `AdapterStore` where versions are adapters;
     nothing is touched yet.
 

@@ -26,8 +26,7 @@ from protocol.errors import ConfigError, RollstreamError
 from protocol.versions import Version
 from weightsync.adapter_store import AdapterStore
 from weightsync.lora import LoraConfig
-from weightsync.safetensors_file import open_tensors, write_tensors
-from weightsync.snapshot import Snapshot, TensorBytes, digest_of, weights_digest
+from weightsync.snapshot import Snapshot, digest_of, weights_digest
 
 Make = Callable[..., LoraBackend]
 Record = Callable[..., StepRecord]
@@ -90,7 +89,7 @@ def test_what_is_published_merged_is_the_base_and_the_product(sampler: Any, make
             a, b = (adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight") for side in "AB")
             if a is not None and b is not None:
                 changed += 1
-                parameter += scaling * (b @ a)
+                parameter.add_(scaling * (b @ a))
             torch.testing.assert_close(published[name], parameter.detach(), rtol=1e-6, atol=1e-7)
     assert changed == 14
     assert digest_now(backend) == digest_of(backend.snapshot())
@@ -179,7 +178,7 @@ def test_a_bfloat16_base_is_published_in_bfloat16_and_the_adapter_is_float32(sam
 
 
 def test_modules_that_the_model_does_not_have_are_named(make_lora: Make):
-    with pytest.raises(ConfigError, match="w1: linear layers of model.path .* are down_proj, gate_proj"):
+    with pytest.raises(ConfigError, match=r"w1: linear layers of model\.path .* are down_proj, gate_proj"):
         make_lora(target_modules=["q_proj", "w1"])
 
 

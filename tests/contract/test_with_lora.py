@@ -69,7 +69,9 @@ class Run:
             noise, tensors = torch.Generator().manual_seed(100 + n), {}
             for name, module in model.named_modules():
                 if name.rpartition(".")[2] in self.lora.target_modules:
-                    a, b = (torch.randn(shape, generator=noise) * 0.3 for shape in ((self.lora.rank, module.in_features), (module.out_features, self.lora.rank)))
+                    a, b = (
+                        torch.randn(shape, generator=noise) * 0.3 for shape in ((self.lora.rank, module.in_features), (module.out_features, self.lora.rank))
+                    )
                     for side, matrix in (("A", a), ("B", b)):
                         data = matrix.numpy().tobytes()
                         tensors[f"{PEFT_PREFIX}{name}.lora_{side}.weight"] = TensorBytes(dtype="F32", shape=tuple(matrix.shape), data=data)

@@ -52,8 +52,8 @@ class Adapters:
                 continue
             if self.limits is None:
                 raise BadRequest(
-                    f"LoRA adapter '{name}' was requested, but LoRA is not enabled. Please launch the server with --enable-lora flag and preload adapters using "
-                    "--lora-paths or /load_lora_adapter endpoint."
+                    f"LoRA adapter '{name}' was requested, but LoRA is not enabled. Please launch the server with --enable-lora flag and preload adapters "
+                    "using --lora-paths or /load_lora_adapter endpoint."
                 )
             if name not in self._there:
                 await self._load_again(name)

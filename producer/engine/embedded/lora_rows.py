@@ -106,7 +106,9 @@ def read_adapter(name: str, path: str, rows: LoraRows, limits: LoraLimits, dtype
             continue
         out_features, in_features = module.weight.shape  # type: ignore[union-attr, misc]
         if (tuple(a.shape), tuple(b.shape)) != ((rank, in_features), (out_features, rank)):
-            raise ManifestError(f"{path}: {own} has matrices {list(a.shape)} and {list(b.shape)}, the model takes [{rank}, {in_features}], [{out_features}, {rank}]")
+            raise ManifestError(
+                f"{path}: {own} has matrices {list(a.shape)} and {list(b.shape)}, the model takes [{rank}, {in_features}], [{out_features}, {rank}]"
+            )
         pairs[own] = (a.to(dtype), b.to(dtype))
     if tensors:
         raise ManifestError(f"{path}: tensor {min(tensors)} is not of this model")

@@ -49,7 +49,18 @@ class SlotModel:
     Raises: `ConfigError` from `load` when the folder cannot be served, with the reason.
     """
 
-    def __init__(self, model: nn.Module, geometry: Geometry, tokenizer: Tokenizer, eos_ids: frozenset[int], path: str, *, slots: int, max_length: int, lora_targets: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        geometry: Geometry,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        path: str,
+        *,
+        slots: int,
+        max_length: int,
+        lora_targets: Sequence[str] = (),
+    ) -> None:
         """`lora_targets`: modules that adapters may be of, by their last names."""
         self.model = model
         self.geometry = geometry

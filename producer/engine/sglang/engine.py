@@ -76,7 +76,9 @@ class SGLangServer:
             held_port(settings.host, key="engine.host") as rendezvous,
         ):
             place = Place(index=self._index, port=port, rendezvous_port=rendezvous, boot_nonce=boot_nonce, seed=self._seed(boot_nonce))
-            argv = server_arguments(settings, place, model=self._model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device, lora=self._lora)
+            argv = server_arguments(
+                settings, place, model=self._model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device, lora=self._lora
+            )
             try:
                 child = Child.start((self._python, *argv), log=self._log, env=_environment(settings))
             except OSError as problem:
