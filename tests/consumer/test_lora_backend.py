@@ -17,7 +17,7 @@ from consumer.advantages import group_std
 from consumer.backend import digest_now
 from consumer.batch import ChunkBatch, collate, micro_batches
 from consumer.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
-from consumer.config import TrainerConfig
+from consumer.config import TrainerConfig, check_trains
 from consumer.journal import JournalTail
 from consumer.lora_backend import LoraBackend, Merged
 from consumer.losses import LossConfig
@@ -185,3 +185,13 @@ def test_modules_that_the_model_does_not_have_are_named(make_lora: Make):
 def test_recomputed_activations_give_the_same_gradient(sampler: Any, make_lora: Make, make_record: Record):
     one, other = trained(make_lora(), sampler, make_record), trained(make_lora(trainer={"activation_checkpointing": True}), sampler, make_record)
     assert one.digest() == other.digest()
+
+
+def test_what_trains_no_adapter_is_refused_before_anything_is_loaded():
+    lora, torch_alone = LoraConfig(rank=4), TrainerConfig()
+    check_trains(lora, torch_alone, ranks=1)
+    check_trains(LoraConfig(), torch_alone, ranks=8)
+    with pytest.raises(ConfigError, match=r"on 2 ranks.*trainer\.ranks = 1"):
+        check_trains(lora, torch_alone, ranks=2)
+    with pytest.raises(ConfigError, match=r"trainer\.backend megatron"):
+        check_trains(lora, TrainerConfig(backend="megatron"), ranks=1)

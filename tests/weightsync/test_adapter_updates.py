@@ -172,7 +172,7 @@ async def test_an_engine_that_cannot_take_adapters_is_unfit_and_says_how_to_star
         assert "--lora-target-modules q_proj down_proj" in reason
 
 
-async def test_an_engine_goes_on_with_what_it_has_when_a_version_does_not_fit_and_recovers(line: Line):
+async def test_an_engine_that_refuses_a_version_is_off_the_routes_until_one_fits(line: Line):
     await line.publish(1, 0)
     async with line.engine() as engine, line.followed(engine):
         await line.rig.serves("e0", "1:0")
