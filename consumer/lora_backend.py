@@ -129,7 +129,8 @@ class Merged(Mapping[str, Tensor]):
             return weight.detach()
         module, scaling = pair
         change = module.lora_B[_ADAPTER].weight.float() @ module.lora_A[_ADAPTER].weight.float()
-        return (weight.float() + scaling * change).to(weight.dtype)
+        merged: Tensor = (weight.float() + scaling * change).to(weight.dtype)
+        return merged
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -204,7 +204,8 @@ def _plain(path: Path, *, key: str = "model.path") -> Saved:
 
 def _adapter(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} holds an adapter, not a model: merge it into the weights that its adapter_config.json names (peft: merge_and_unload), save that, and name its folder"
+        f"{what} holds an adapter, not a model: merge it into the weights that its adapter_config.json names (peft: merge_and_unload), save that, and "
+        "name its folder"
     )
 
 

@@ -30,8 +30,8 @@ def make_kind(
     seed: Callable[[str], int],
     log: Path,
 ) -> Kind:
-    """`lora`: what adapters it must be able to take, where versions are adapters. `shares_device`: it frees its memory in the trainer's turns. `longest`: tokens
-    of the longest request. `seed`: of the noise of a boot, by its nonce. `log`: what a server of its own writes.
+    """`lora`: what adapters it must be able to take, where versions are adapters. `shares_device`: it frees its memory in the trainer's turns. `longest`:
+    tokens of the longest request. `seed`: of the noise of a boot, by its nonce. `log`: what a server of its own writes.
 
     Raises: `ConfigError` for what can never work. Looks at files, opens nothing.
     """

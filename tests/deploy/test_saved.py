@@ -205,7 +205,7 @@ async def test_a_damaged_checkpoint_and_a_damaged_version_are_refused(place: Pla
 
 async def test_an_adapter_is_no_model_and_is_told_so(place: Place, others: list[dict[str, TensorBytes]]):
     AdapterStore(place.store.folder, LoraConfig(rank=2).settings("/base")).write(Snapshot(version=Version(1, 3), tensors=others[0]))
-    with pytest.raises(ConfigError, match="version 1:3 .* holds an adapter, not a model: merge it"):
+    with pytest.raises(ConfigError, match=r"version 1:3 .* holds an adapter, not a model: merge it"):
         await place.found("1:3")
     with pytest.raises(ConfigError, match="holds an adapter"):
         await place.found(str(place.store.path(Version(1, 3))))

@@ -48,7 +48,7 @@ class LoraRows:
     """The adapters of the rows of the forward pass that comes next. Used by the thread that decodes."""
 
     def __init__(self, model: nn.Module, targets: Sequence[str]) -> None:
-        self._names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets}
+        self._names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets}
         self._groups: list[tuple[Adapter, Tensor | None]] = []
 
     def names(self) -> Mapping[nn.Module, str]:
@@ -104,7 +104,7 @@ def read_adapter(name: str, path: str, rows: LoraRows, limits: LoraLimits, dtype
             if (a is None) != (b is None) or own.rpartition(".")[2] in targets:
                 raise ManifestError(f"{path}: {own} has not both matrices")
             continue
-        out_features, in_features = module.weight.shape  # type: ignore[union-attr, misc]
+        out_features, in_features = module.weight.shape  # type: ignore[misc]
         if (tuple(a.shape), tuple(b.shape)) != ((rank, in_features), (out_features, rank)):
             raise ManifestError(
                 f"{path}: {own} has matrices {list(a.shape)} and {list(b.shape)}, the model takes [{rank}, {in_features}], [{out_features}, {rank}]"

@@ -119,7 +119,7 @@ def _do_without_pinned_memory() -> None:
 
     for name in ("tensor", "empty", "zeros"):
         setattr(torch, name, unpinned(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
 def _serve() -> None:
