@@ -78,15 +78,18 @@ class AdapterTransport:
 
         Raises: `ApplyFailed` where the engine keeps one.
         """
-        with contextlib.suppress(ApplyFailed):  # it knows no adapters: loading says so better
-            found = [name for name in await self._control.adapters(deadline_s=left(end)) if name.startswith(OURS)]
-            if not found:
-                return
-            _LOG.info("%s has %d adapters of others: %s", self._control.url, len(found), ", ".join(found))
-            aside = self._control.aside()
-            await aside.abort_all(deadline_s=min(CALL_S, left(end)))
-            for name in found:
-                await aside.unload_adapter(name, deadline_s=left(end))
+        if not (found := await self._ours(end)):
+            return
+        _LOG.info("%s has %d adapters of others: %s", self._control.url, len(found), ", ".join(found))
+        aside = self._control.aside()
+        await aside.abort_all(deadline_s=min(CALL_S, left(end)))
+        for name in found:
+            await aside.unload_adapter(name, deadline_s=left(end))
+        if kept := set(found).intersection(await self._ours(end)):
+            raise ApplyFailed(f"{self._control.url} keeps adapters that were left there: {', '.join(sorted(kept))}")
+
+    async def _ours(self, end: float) -> list[str]:
+        return [name for name in await self._control.adapters(deadline_s=left(end)) if name.startswith(OURS)]
 
     async def _drop_old(self) -> None:
         """In the background: what cannot be dropped now is tried again after the next version."""

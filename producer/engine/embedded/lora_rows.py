@@ -48,7 +48,8 @@ class LoraRows:
     """The adapters of the rows of the forward pass that comes next. Used by the thread that decodes."""
 
     def __init__(self, model: nn.Module, targets: Sequence[str]) -> None:
-        self._names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets}
+        linear = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        self._names: dict[nn.Module, str] = {module: name for module, name in linear.items() if name.rpartition(".")[2] in targets}
         self._groups: list[tuple[Adapter, Tensor | None]] = []
 
     def names(self) -> Mapping[nn.Module, str]:
