@@ -38,6 +38,19 @@ class StepReport:
     """Further figures by name, see `consumer.metric_names`; a backend of your own may have names of its own. For metrics.jsonl, not for the audit event."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The weights that an adapter belongs to, which a checkpoint does not hold."""
+
+    path: str
+    digest: str
+    """Of the files there."""
+    scaling: float
+    """What the adapter is multiplied by."""
+    settings: bytes = b""
+    """`adapter_config.json` of a folder that holds the adapter; empty where it was read from one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingState:
     """Everything that the next step depends on, copied: training goes on while it is written."""
@@ -46,6 +59,8 @@ class TrainingState:
     optimizer: Mapping[str, TensorBytes]
     """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`; of a critic, the same and `weights.<parameter>` after `critic.`."""
     rng: Mapping[str, bytes]
+    base: Base | None = None
+    """Where `weights` are an adapter's."""
 
 
 class Backend(Protocol):

@@ -1,7 +1,7 @@
 """Checkpoints on disk: whole or not there, and no pickle.
 
     <folder>/step-000123-2/          after step 123 of incarnation 2
-        model/                       a Hugging Face model folder: config, tokenizer, model.safetensors
+        model/                       a Hugging Face model folder: config, tokenizer, model.safetensors; with [lora] a peft folder that holds the adapter alone
         optimizer.safetensors        exp_avg, exp_avg_sq and step by parameter name
         state.json                   step, incarnation, digest, random state, learning-rate schedule, stop criteria's counters
         journal.msgpack              the journal since the oldest kept checkpoint
@@ -25,11 +25,12 @@ from typing import TypeAlias
 import orjson
 
 from buffer.contract import CheckpointRef
-from consumer.backend import TrainingState
+from consumer.backend import Base, TrainingState
 from consumer.journal import JournalTail
 from protocol.durable import make_folder, sync_folder, write_file
 from protocol.errors import ConfigError, RollstreamError
 from protocol.failpoints import Failpoint, failpoint
+from weightsync.lora import ADAPTER_FILE, ADAPTER_SETTINGS
 from weightsync.safetensors_file import open_tensors, write_tensors
 from weightsync.snapshot import TensorBytes, weights_digest
 
@@ -37,7 +38,7 @@ SCHEMA = 1
 Incarnations: TypeAlias = "Mapping[int, tuple[int, int, str]]"
 """Incarnation → (parent, fork step, random id; "" where that is not known)."""
 _NAME = re.compile(r"step-\d{6,}-\d+")
-_TEMPORARY = ".tmp-"
+_TEMPORARY, _WHOLE = ".tmp-", "model.safetensors"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 
 
@@ -85,10 +86,13 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path) 
     make_folder(folder)
     (temporary / "model").mkdir(parents=True)
     try:
-        for source in sorted(model_path.iterdir()):
+        base = checkpoint.state.base
+        if base is not None:
+            write_file(temporary / "model" / ADAPTER_SETTINGS, base.settings)
+        for source in sorted(model_path.iterdir()) if base is None else ():
             if source.is_file() and source.suffix not in _WEIGHT_SUFFIXES and not source.name.endswith(".index.json"):
                 write_file(temporary / "model" / source.name, source.read_bytes())
-        write_tensors(temporary / "model" / "model.safetensors", checkpoint.state.weights, durable=True)
+        write_tensors(temporary / "model" / (_WHOLE if base is None else ADAPTER_FILE), checkpoint.state.weights, durable=True)
         write_tensors(temporary / "optimizer.safetensors", checkpoint.state.optimizer, durable=True)
         write_file(temporary / "journal.msgpack", checkpoint.journal)
         write_file(temporary / "state.json", _dump_state(checkpoint))
@@ -116,7 +120,8 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
         path = folder / checkpoint_name(reference.step, reference.incarnation)
     try:
         state = orjson.loads((path / "state.json").read_bytes())
-        weights = _read_tensors(path / "model" / "model.safetensors")
+        base = Base(**state["base"]) if state.get("base") else None
+        weights = _read_tensors(path / "model" / (_WHOLE if base is None else ADAPTER_FILE))
         optimizer = _read_tensors(path / "optimizer.safetensors")
         journal = (path / "journal.msgpack").read_bytes()
         JournalTail.load(journal)
@@ -137,7 +142,7 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
         progress=progress,
         incarnation=incarnation,
         digest=digest,
-        state=TrainingState(weights=weights, optimizer=optimizer, rng=rng),
+        state=TrainingState(weights=weights, optimizer=optimizer, rng=rng, base=base),
         journal=journal,
         incarnations=incarnations,
         schedule=schedule,
@@ -182,7 +187,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _dump_state(checkpoint: Checkpoint) -> bytes:
-    progress = checkpoint.progress
+    progress, base = checkpoint.progress, checkpoint.state.base
     state = {
         "schema": SCHEMA,
         "step": progress.step,
@@ -195,6 +200,8 @@ def _dump_state(checkpoint: Checkpoint) -> bytes:
         "schedule": dict(checkpoint.schedule),
         "rng": {name: base64.b64encode(value).decode() for name, value in checkpoint.state.rng.items()},
     }
+    if base is not None:
+        state["base"] = {"path": base.path, "digest": base.digest, "scaling": base.scaling}
     return orjson.dumps(state, option=orjson.OPT_INDENT_2)
 
 

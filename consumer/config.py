@@ -20,7 +20,9 @@ from protocol.config import DataConfig, ModelConfig, PlacementConfig, RedisConfi
 from protocol.errors import ConfigError
 from protocol.groups import TEACHER_BYTES, payload_bound
 from protocol.messages import JsonValue
+from weightsync.adapter_config import check_adapters
 from weightsync.config import WeightsConfig
+from weightsync.lora import LoraConfig
 from weightsync.registry import ACK_ROUNDS
 
 PUBLISH_S = 60.0
@@ -113,6 +115,7 @@ class TrainerDaemonConfig(Tree):
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()
+    lora: LoraConfig = LoraConfig()
     megatron: MegatronConfig = MegatronConfig()
     trackers: TrackersConfig = TrackersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -128,6 +131,8 @@ class TrainerDaemonConfig(Tree):
         check_loss(self.loss, self.rollout)
         check_critic(self.critic, self.trainer)
         check_layout(self.megatron, self.trainer)
+        check_trains(self.lora, self.trainer, ranks=self.trainer.ranks)
+        check_adapters(self.lora, self.weights, self.placement)
         self.trackers.check()
         check_turns(self.placement, self.buffer)
         check_model_folder(self.model_folder)
@@ -136,7 +141,7 @@ class TrainerDaemonConfig(Tree):
 
     def told(self) -> dict[str, JsonValue]:
         """What trackers say of the run beside its figures. Nothing that may hold a secret."""
-        return {name: getattr(self, name).model_dump(mode="json") for name in ("rollout", "trainer", "loss", "critic")}
+        return {name: getattr(self, name).model_dump(mode="json") for name in ("rollout", "trainer", "loss", "critic", "lora")}
 
     @property
     def model_folder(self) -> Path:
@@ -190,6 +195,18 @@ def check_layout(megatron: MegatronConfig, trainer: TrainerConfig) -> None:
             megatron.data_parallel(trainer.ranks)
         except ValueError as problem:
             raise ConfigError(f"trainer.ranks: {problem}") from problem
+
+
+def check_trains(lora: LoraConfig, trainer: TrainerConfig, *, ranks: int) -> None:
+    """Whether this trainer can train an adapter. Raises: `ConfigError`."""
+    if lora.rank and trainer.backend != "torch":
+        raise ConfigError(
+            f'lora.rank {lora.rank} with trainer.backend {trainer.backend}: adapters are trained by "torch" alone; set lora.rank = 0, or that backend'
+        )
+    if lora.rank and ranks > 1:
+        raise ConfigError(f"lora.rank {lora.rank} on {ranks} ranks: an adapter is trained by one; set trainer.ranks = 1, or lora.rank = 0")
+    if lora.rank and trainer.cpu_offload:
+        raise ConfigError(f"lora.rank {lora.rank} with trainer.cpu_offload: an adapter is trained where its model lies; leave trainer.cpu_offload out")
 
 
 def check_turns(placement: PlacementConfig, buffer: BufferConfig) -> None:

@@ -137,7 +137,7 @@ async def run_trainer(
             _LOG.info("attached as incarnation %d after step %d", attachment.incarnation, attachment.resume_step)
             kept = () if start.checkpoint is None else (await ledger.status()).checkpoints
             await asyncio.to_thread(sweep, config.checkpoint_folder, kept, incarnation=attachment.incarnation)
-            store = open_store(config.weights, config.run, config.model.path)
+            store = open_store(config.weights, config.run, config.model.path, lora=config.lora)
             async with Publisher(Channel(client, keys), store, config=config.weights) as publisher:
                 here = _Here(
                     ledger=ledger,
@@ -193,7 +193,7 @@ async def _start_from(
         known = (*known, *await asyncio.to_thread(checkpoints_on_line, folder, status.lineage))
     reference = _chosen(known, back)
     given_up = None if back is None or not back.abandon else await asyncio.to_thread(freed_groups, witness, status, back.step)
-    store = open_store(config.weights, config.run, config.model.path)
+    store = open_store(config.weights, config.run, config.model.path, lora=config.lora)
     above = await asyncio.to_thread(newest_incarnation, folder, witness, store)
     if reference is None:
         return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None, abandon=given_up, above=above)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,6 +60,7 @@ class TorchBackend:
     """For messages."""
     idle_steps = 0
     """So many steps at the start move other weights than these: warm-up begins after them."""
+    _weights_dtype, _adapted = torch.float32, False
 
     def __init__(
         self, model_path: Path, config: TrainerConfig, *, loss: LossConfig = _DEFAULT_LOSS, temperature: float, seed: int, shared: bool = False
@@ -78,7 +79,7 @@ class TorchBackend:
         self._packed = False
         self._model = self._load(model_path)
         self._quadratic = quadratic_cost(self._model) if self._packed else 0.0
-        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._parameters: dict[str, Tensor] = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         self._kept = self._tensors()
         self._check_files(model_path)
         self._buffers: SnapshotBuffers | None = None
@@ -207,13 +208,17 @@ class TorchBackend:
 
     def _load(self, path: Path) -> Any:
         """The model in `path`, on the device, shaped as [trainer] says; its parameters want gradients."""
-        model = _load(path, self._device)
+        model = _load(path, self._device, self._weights_dtype)
         self._packed = use_packed_rows(model, self._config, self._target)
         if self._config.head_float32:
             float32_head(model)
         if self._config.activation_checkpointing:
             recompute_activations(model)
         return model
+
+    def _published(self) -> Mapping[str, Tensor]:
+        """What a version is made of."""
+        return self._kept
 
     def _tensors(self) -> dict[str, Tensor]:
         """By Hugging Face name, tied weights once: what is published and kept."""
@@ -265,13 +270,13 @@ class TorchBackend:
 
     def snapshot(self) -> HeldWeights:
         if self._buffers is None:
-            self._buffers = SnapshotBuffers(self._kept, torch.device("cpu") if self._shared else self._device)
-        return self._buffers.take(self._kept)
+            self._buffers = SnapshotBuffers(self._published(), torch.device("cpu") if self._shared else self._device)
+        return self._buffers.take(self._published())
 
     def digest(self) -> str:
         if self._device.type == "cuda":
-            return row_digest(whole(self._kept))
-        return weights_digest({name: view_bytes(tensor) for part in whole(self._kept) for name, tensor in part.items()})
+            return row_digest(whole(self._published()))
+        return weights_digest({name: view_bytes(tensor) for part in whole(self._published()) for name, tensor in part.items()})
 
     def capture(self) -> TrainingState:
         moments = {name: copy_out(tensor) for name, tensor in self._moments().items()}
@@ -297,6 +302,8 @@ class TorchBackend:
 
     def _check(self, state: TrainingState) -> None:
         """Raises: `RollstreamError` if it belongs to another model."""
+        if state.base is not None and not self._adapted:
+            raise RollstreamError(f"the checkpoint holds an adapter of the weights in {state.base.path}: set lora.rank as it was, or begin a run with --new")
         if set(state.weights) != set(self._kept):
             odd = sorted(set(state.weights) ^ set(self._kept))
             raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct {self._folder_key}")
@@ -317,7 +324,7 @@ class TorchBackend:
 
     def _check_files(self, folder: Path) -> None:
         """Engines load what is published by the names of the model's files, so both must agree. Raises: `ConfigError`."""
-        _check_names(folder, set(self._kept))
+        check_names(folder, set(self._kept))
 
     # -- prompt sharing ----------------------------------------------------------------------------------------------------------------------
 
@@ -370,10 +377,10 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _load(path: Path, device: torch.device) -> Any:
+def _load(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     except Exception as problem:  # transformers raises whatever the model's code raises
         raise ConfigError(f"model.path {path}: transformers cannot load it as a causal LM ({type(problem).__name__}: {str(problem)[:300]})") from problem
     model.requires_grad_(True)
@@ -384,7 +391,7 @@ def _load(path: Path, device: torch.device) -> Any:
     return model
 
 
-def _check_names(folder: Path, names: set[str]) -> None:
+def check_names(folder: Path, names: set[str]) -> None:
     found: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         with open_tensors(file) as tensors:

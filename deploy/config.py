@@ -21,6 +21,7 @@ from producer.teacher.config import TeacherConfig
 from protocol.config import DataConfig, ModelConfig, PlacementConfig, RayConfig, RedisConfig, RolloutConfig, RunConfig, Section, Tree
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
+from weightsync.lora import LoraConfig
 
 LAST_PORT = 65535
 
@@ -57,6 +58,7 @@ class UpConfig(Tree):
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()
     critic: CriticConfig = CriticConfig()
+    lora: LoraConfig = LoraConfig()
     megatron: MegatronConfig = MegatronConfig()
     trackers: TrackersConfig = TrackersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -31,7 +31,9 @@ from protocol.config import ModelConfig, RunConfig
 from protocol.errors import ConfigError, DecodeError, ManifestError, Unavailable
 from protocol.messages import Manifest
 from protocol.versions import Version
+from weightsync.adapter_store import KIND as ADAPTER
 from weightsync.config import WeightsConfig
+from weightsync.lora import ADAPTER_SETTINGS
 from weightsync.mirror import Mirror
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import weights_digest
@@ -79,6 +81,8 @@ async def saved_model(what: str, *, run: RunConfig, model: ModelConfig, checkpoi
         yield found
         return
     manifest, store = found
+    if manifest.kind == ADAPTER:
+        raise _adapter(f"--checkpoint: version {manifest.version} in {manifest.location}")
     if isinstance(store, DirectoryStore) and manifest.kind == "full":
         with _asking(store):
             await asyncio.to_thread(store.verify, manifest)
@@ -188,12 +192,21 @@ def _of_folder(name: str) -> Version | None:
 
 def _plain(path: Path, *, key: str = "model.path") -> Saved:
     """A Hugging Face model folder."""
+    if (path / ADAPTER_SETTINGS).is_file():
+        raise _adapter(f"{key} {path}")
     for name in ("config.json", "tokenizer.json"):
         if not (path / name).is_file():
             raise ConfigError(f"{key} {path}: has no {name}; give a folder with config.json, tokenizer.json and safetensors weights")
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"{key} {path}: has no *.safetensors file; save the weights of the model there")
     return Saved(label=path.absolute().name, folder=path.absolute())
+
+
+def _adapter(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} holds an adapter, not a model: merge it into the weights that its adapter_config.json names (peft: merge_and_unload), save that, and "
+        "name its folder"
+    )
 
 
 def _checkpoint(reference: CheckpointRef) -> Saved:

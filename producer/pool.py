@@ -228,7 +228,9 @@ class EnginePool:
 
 def _engine(status: EngineStatus, version: Version) -> Engine:
     key = (status.engine_id, status.boot_nonce)
-    return Engine(key=key, url=status.url, version=version, span_lag=status.span_lag, prefix_cache=status.kind != _EMBEDDED, fleet=status.fleet)
+    return Engine(
+        key=key, url=status.url, version=version, span_lag=status.span_lag, prefix_cache=status.kind != _EMBEDDED, fleet=status.fleet, adapters=status.adapters
+    )
 
 
 def _behind_router(url: str, engines: Sequence[Engine]) -> list[Engine]:
@@ -248,5 +250,6 @@ def _behind_router(url: str, engines: Sequence[Engine]) -> list[Engine]:
         span_lag=max(engine.span_lag for engine in others),
         prefix_cache=not mixed and any(engine.prefix_cache for engine in others),
         mixed=mixed,
+        adapters=others[0].adapters,
     )
     return [*direct, router]

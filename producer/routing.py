@@ -58,6 +58,8 @@ class Engine:
     """Its requests may use keys and values of earlier ones."""
     fleet: str = ROLLOUT
     """Whose requests it takes: rollout or eval."""
+    adapters: str = ""
+    """Its versions are adapters, whose names begin so."""
     mixed: bool = False
     """It stands for several that serve different versions now: no two of its requests may share keys and values."""
 

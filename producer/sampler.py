@@ -20,6 +20,7 @@ from protocol.arrays import IntArray
 from protocol.errors import SampleFailed
 from protocol.messages import Rollout, Span
 from protocol.versions import Version
+from weightsync.lora import name_of
 
 _FIRST_PACE_S, _LONGEST_PACE_S = 0.01, 0.5
 """A sample that is aborted again and again is asked for no more often than this: an engine that aborts whatever comes is not asked hotly."""
@@ -136,6 +137,7 @@ class Sampler:
                 span_lag=engine.span_lag,
                 prefix_cache=engine.prefix_cache,
                 salt=rid if engine.mixed else "",
+                adapter=name_of(engine.adapters, engine.version) if engine.adapters else "",
                 on_sign=lambda: self._pool.answers(seat),
             )
         except BaseException:

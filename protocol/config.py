@@ -42,6 +42,7 @@ SECTIONS = (
     "trainer",
     "loss",
     "critic",
+    "lora",
     "megatron",
     "trackers",
     "checkpoint",

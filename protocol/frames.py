@@ -11,7 +11,7 @@ import zstandard
 
 from protocol.errors import DecodeError, SchemaTooNew
 
-SCHEMA = (1, 3)
+SCHEMA = (1, 4)
 """(major, minor) this build writes; it reads every frame of its own major or an older one."""
 MAX_FRAME_BYTES = 1 << 30
 """A frame larger than 1 GiB, packed or unpacked, is refused before it is parsed."""

@@ -197,9 +197,9 @@ class Manifest:
 
     version: Version
     kind: str
-    """full | delta"""
+    """full | delta | adapter"""
     parent: str
-    """Digest of the version a delta applies to; "" for full."""
+    """Digest of the version a delta applies to; "" for any other."""
     tensors: tuple[TensorEntry, ...]
     """Of the whole version, also where the files hold only what changed: shapes and checksums are those after a delta is applied."""
     digest: str
@@ -258,6 +258,8 @@ class EngineStatus:
     """Share of its KV cache that is in use, 0 to 1; 0 also where it does not tell."""
     fleet: str = "rollout"
     """rollout | eval: whose requests it takes."""
+    adapters: str = ""
+    """Its versions are adapters, which a request names by this and the version (`weightsync.lora`); empty: it has one set of weights at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,11 +21,14 @@ from weightsync.dialect import Dialect, dialect
 CALL_S = 10.0
 _GONE = 404
 _BUSY = 503
-_OPEN_TO_USERS = frozenset({"/generate", "/model_info", "/server_info", "/get_server_info"})
+_OPEN_TO_USERS = frozenset({"/generate", "/model_info", "/server_info", "/get_server_info", "/v1/models"})
 
 
 class EngineControl:
     """Control of one boot of the engine at `url`; what it can do is asked once. The session belongs to the caller."""
+
+    stands_still = True
+    """It does while it takes a version."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, api_key: str = "", admin_key: str = "") -> None:
         """`admin_key`: a server that has one takes only that for what changes weights or pauses, and only the other for what generates or tells."""
@@ -63,8 +66,8 @@ class EngineControl:
             raise ApplyFailed(f"{self.url}/flush_cache answered {status}")
         return status == 200
 
-    async def probe(self, *, deadline_s: float) -> tuple[str, ...]:
-        """Generate one token; every version the answer names. The proof that the engine decodes, and with what."""
+    async def probe(self, *, deadline_s: float, adapter: str = "") -> tuple[str, ...]:
+        """Generate one token, with `adapter` if it is named; every version the answer names. The proof that the engine decodes, and with what."""
         rid = f"probe-{uuid.uuid4().hex[:12]}"
         body = {
             "input_ids": [0],
@@ -72,7 +75,7 @@ class EngineControl:
             "extra_key": rid,  # computed, not remembered
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
         }
-        answer = await self._call("POST", "/generate", body, deadline_s)
+        answer = await self._call("POST", "/generate", body | ({"lora_path": adapter} if adapter else {}), deadline_s)
         meta = answer.get("meta_info")
         if not isinstance(meta, dict) or len(answer.get("output_ids") or ()) != 1:
             raise ApplyFailed(f"{self.url}: a probe for one token came back without it: {answer!s:.300}")
@@ -118,6 +121,31 @@ class EngineControl:
         """Load the model folder `path` and call it `version`. Raises: `ApplyFailed` with the engine's own words."""
         body = {"model_path": path, "weight_version": version, "flush_cache": False, "abort_all_requests": False}
         _taken(self.url, version, await self._call("POST", "/update_weights_from_disk", body, deadline_s))
+
+    async def load_adapter(self, name: str, path: str, *, deadline_s: float) -> None:
+        """Load the adapter in folder `path`, to be asked for as `name`, while requests go on. It waits for an unload that waits.
+
+        Raises: `ApplyFailed` with the engine's own words.
+        """
+        status, answer = await self._answer("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": path}, deadline_s, once=True)
+        if status == _GONE:
+            raise ApplyFailed(f"{self.url} knows no adapters")
+        if answer.get("success") is not True:
+            raise ApplyFailed(f"{self.url} did not take adapter {name}: {answer.get('error_message') or answer.get('message') or answer!s:.500}")
+
+    async def unload_adapter(self, name: str, *, deadline_s: float) -> None:
+        """Nobody may ask for it from now on; return once no request is on it and it is gone. A refusal says that there was none of that name."""
+        await self._answer("POST", "/unload_lora_adapter", {"lora_name": name}, deadline_s, once=True)
+
+    async def adapters(self, *, deadline_s: float = CALL_S) -> tuple[str, ...]:
+        """Names of those that may be asked for."""
+        answer = await self._call("GET", "/v1/models", None, deadline_s)
+        models = answer.get("data")
+        return tuple(str(one.get("id")) for one in models if isinstance(one, dict) and one.get("parent")) if isinstance(models, list) else ()
+
+    def aside(self) -> EngineControl:
+        """Control of the same engine with an account of its own, for calls that may take long beside others."""
+        return EngineControl(self._session, self.url, api_key=self._api_key, admin_key=self._admin_key)
 
     async def begin_session(self, *, deadline_s: float = CALL_S) -> bool:
         """Open an update session; one that somebody left open is ended first. False: this engine has no sessions and needs none, which is asked once."""

@@ -10,7 +10,7 @@ from protocol.messages import Manifest, TensorEntry
 from protocol.objects import check_name
 from weightsync.snapshot import ITEM_BYTES
 
-_KINDS = ("full", "delta")
+_KINDS = ("full", "delta", "adapter")
 _MAX_BYTES = 1 << 46
 """64 TiB: no version has a tensor so large."""
 _MAX_PLACE = 4096
@@ -26,8 +26,8 @@ def check_manifest(manifest: Manifest) -> None:
         raise ManifestError(f"{where} is of kind {brief(manifest.kind)}, expected one of {', '.join(_KINDS)}")
     if not manifest.location or "\0" in manifest.location or len(manifest.location) > _MAX_PLACE:
         raise ManifestError(f"{where}: {brief(manifest.location)} is no place")
-    if (manifest.parent_version is None) != (manifest.kind == "full"):
-        raise ManifestError(f"{where} is {manifest.kind} and names {manifest.parent_version} as its parent: a delta has one, a full version none")
+    if (manifest.parent_version is None) == (manifest.kind == "delta"):
+        raise ManifestError(f"{where} is {manifest.kind} and names {manifest.parent_version} as its parent: a delta has one, any other version none")
     if manifest.parent_version is not None and not manifest.parent_version < manifest.version:
         raise ManifestError(f"{where} is a delta of {manifest.parent_version}, which is not older")
     for entry in manifest.tensors:

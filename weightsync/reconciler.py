@@ -42,6 +42,8 @@ PREPARE_S = 300.0
 WHOLE_S = 30.0
 """Of a machine that cannot make a version from a delta, how long it goes for whole versions before it tries again."""
 _ASK_S = 2.0
+_ALL = 1 << 30
+"""As many as there are."""
 _FLUSH_S = 2.0
 _REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
 
@@ -253,7 +255,8 @@ class Reconciler:
         config = self._config
         valid_s = config.apply_deadline_s + RESUME_S + _MARGIN_S
         self._apply_until = time.monotonic() + config.apply_deadline_s
-        if await self._claim.pause(version, most=config.max_paused, valid_s=valid_s, idle=self._idle(), serving_share=config.min_serving_share):
+        most, share = (config.max_paused, config.min_serving_share) if self._control.stands_still else (_ALL, 0.0)
+        if await self._claim.pause(version, most=most, valid_s=valid_s, idle=self._idle(), serving_share=share):
             self._holds_pause = True
             self._core.granted()
         else:
@@ -322,7 +325,7 @@ class Reconciler:
                 await _finish(self._let_go(_reason(manifest.version, problem), touched=touched), "let-go")
             raise
         finally:
-            paused_s = time.monotonic() - started
+            paused_s = time.monotonic() - started if self._control.stands_still else 0.0
             self.totals.paused_s += paused_s
         return UpdateTimes(pause_s=paused_s, apply_s=loaded - loading, prepare_s=self._prepare_s, transport=self._transports.name, pause_mode=mode)
 

@@ -32,6 +32,7 @@ from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync.config import WeightsConfig, is_url, store_folder
+from weightsync.lora import LoraConfig
 from weightsync.safetensors_file import index_of, open_tensors, write_tensors
 from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.spread import spread
@@ -53,6 +54,7 @@ from weightsync.version_files import (
     read_manifest,
 )
 
+_NO_LORA = LoraConfig()
 _STRANGER_S = 24 * 3600.0
 """A temporary folder of another host is swept when it has not changed for so long."""
 
@@ -119,11 +121,16 @@ class VersionStore(Protocol):
         """Remove versions of `incarnation` that are neither known nor parents of what is: Redis lost the list that they were on."""
 
 
-def open_store(config: WeightsConfig, run: RunConfig, model_path: str | os.PathLike[str] | None = None) -> VersionStore:
-    """The store of this run: `DirectoryStore` for a folder or file:// URL, `ObjectVersions` for any other URL; nothing is touched yet.
+def open_store(config: WeightsConfig, run: RunConfig, model_path: str | os.PathLike[str] | None = None, *, lora: LoraConfig = _NO_LORA) -> VersionStore:
+    """The store of this run: `DirectoryStore` for a folder or file:// URL, `ObjectVersions` for any other URL, `AdapterStore` where versions are adapters;
+    nothing is touched yet.
 
     `model_path`: the starting model, for a writer. Raises: `ConfigError` for a scheme nobody knows or a driver that is not installed.
     """
+    if lora.adapters:
+        from weightsync.adapter_store import AdapterStore  # it imports this module
+
+        return AdapterStore(store_folder(config, run), lora.settings(str(model_path or "")))
     if is_url(config.store):
         from weightsync.object_versions import ObjectVersions  # it imports this module
 

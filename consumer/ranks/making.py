@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from buffer.shares import Share
 from consumer.backend import Backend, BackendFactory, find_backend
-from consumer.config import TrainerDaemonConfig
+from consumer.config import TrainerDaemonConfig, check_trains
 from consumer.critic.config import GAE, check_critic
 from consumer.ranks.place import Place
 
@@ -20,6 +20,11 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
     if trainer.backend == "megatron":
         options["megatron"] = config.megatron
     factory = find_backend(trainer.backend)
+    if config.lora.rank:
+        from consumer.lora_backend import LoraBackend
+
+        check_trains(config.lora, trainer, ranks=1 if place is None else place.ranks)
+        factory, options["lora"] = cast("BackendFactory", LoraBackend), config.lora
     if place is not None:
         from consumer.ranks.process_group import device_of
 

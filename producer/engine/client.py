@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from producer.engine.generation import ABORTED, Generation, Sampling, checked, parsed
+from producer.engine.generation import ABORTED, Generation, Sampling, checked, parsed, unversioned
 from producer.engine.progress import Held, Look, Progress, Stall, look_at
 from producer.engine.stream import EngineError, Growing, Lines
 from protocol.errors import DecodeError, EngineUnavailable, SampleAborted, SampleFailed
@@ -153,30 +153,34 @@ class EngineClient:
         span_lag: int = 0,
         prefix_cache: bool = False,
         salt: str = "",
+        adapter: str = "",
         on_sign: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """One response to `input_ids` by the engine at `url`, or what there is of it, and what went wrong.
 
         `assumed`: the version the engine had acked before this call: its salt, and what wrote the tokens of engines without spans. `span_lag`: so many tokens
         after an update are the older version's, whatever the spans say. `prefix_cache`: requests there use keys and values of others, of
-        those with the same `salt` (empty: the version acked). `on_sign` is called once the engine has begun to answer soundly. A request whose
+        those with the same `salt` (empty: the version acked). `adapter`: the name of `assumed` at an engine whose versions are adapters; it writes the whole
+        response, whatever the weights under it are called. `on_sign` is called once the engine has begun to answer soundly. A request whose
         deadline passes is aborted there.
         """
-        growing = Growing(assumed)
+        growing = Growing(assumed, adapter=bool(adapter))
         salt = salt or ("" if assumed is None else str(assumed))
-        asked = _request(input_ids, sampling, _whole(rid), salt) | ({"stream": True} if self._stream else {})
+        asked = _request(input_ids, sampling, _whole(rid), salt) | ({"stream": True} if self._stream else {}) | ({"lora_path": adapter} if adapter else {})
         held: Held | None = None
         try:
             async with asyncio.timeout(deadline_s) as scope:
                 with self.progress.request(url, scope) as held:
                     answer = await self._receive(url, orjson.dumps(asked), growing, Lines(sampling.max_new_tokens), on_sign)
             if answer is not None:
+                answer = unversioned(answer) if adapter else answer
                 return Outcome(piece=checked(answer, sampling, assumed, span_lag=span_lag, prefix_cache=prefix_cache))
             fault, problem = Fault.AWAY, "ended the stream before the response was whole"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             fault, problem = _network_fault(error, None if held is None else held.stall, deadline_s)
         except EngineError as error:
-            fault, problem = _status_fault(error.code), f"answered {error.code}: {error}"
+            unknown = bool(adapter) and error.code == _BAD_REQUEST and adapter in str(error)
+            fault, problem = Fault.FOREIGN if unknown else _status_fault(error.code), f"answered {error.code}: {error}"
         except (DecodeError, SampleFailed) as error:
             fault, problem = _answer_fault(error), f"gave an answer that is of no use: {error}"
         if fault in (Fault.SLOW, Fault.WEDGED):
@@ -232,6 +236,7 @@ class EngineClient:
 
 _KEEPS = frozenset({Fault.GONE, Fault.AWAY, Fault.SILENT, Fault.WEDGED, Fault.SLOW, Fault.ENDED})
 """Faults that say nothing against what had arrived."""
+_BAD_REQUEST = 400
 _REFUSALS = frozenset({401, 403, 404, 405})
 _BUSY = frozenset({408, 429, 502, 503, 504})
 _CLOSED_REQUEST = 499

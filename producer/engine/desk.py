@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 
+from weightsync.adapter_control import AdapterControl
 from weightsync.control import EngineControl
 
 _PAUSE, _RESUME = "/pause_generation", "/continue_generation"
@@ -41,9 +42,13 @@ class Desk:
         """To look at the engine; keeps no account."""
         return EngineControl(self.session, url, api_key=self._api_key, admin_key=self._admin_key)
 
-    def reconciling(self, url: str) -> EngineControl:
-        """For the reconciler: what it does is known here."""
-        return _Accounted(self, url, self._api_key, self._admin_key)
+    def reconciling(self, url: str, *, adapters: str = "") -> EngineControl:
+        """For the reconciler: what it does is known here. `adapters`: what the names of versions begin with, where these are adapters."""
+        if not adapters:
+            return _Accounted(self, url, self._api_key, self._admin_key)
+        control = _AccountedAdapters(self, url, self._api_key, self._admin_key)
+        control.prefix = adapters
+        return control
 
 
 class _Accounted(EngineControl):
@@ -71,3 +76,7 @@ class _Accounted(EngineControl):
         if isinstance(wrote, dict) and wrote.get("weight_version") in desk.told:
             desk.proven = wrote["weight_version"]
         return status, answer
+
+
+class _AccountedAdapters(_Accounted, AdapterControl):
+    pass

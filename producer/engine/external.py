@@ -24,7 +24,9 @@ from producer.engine.sglang.figures import capacity
 from producer.engine.sglang.watch import Watch
 from protocol.errors import ApplyFailed, ConfigError, DecodeError, EngineUnavailable
 from weightsync.dialect import EMBEDDED
+from weightsync.lora import LoraConfig
 
+_NO_LORA = LoraConfig()
 _ASK_S = 5.0
 _FIRST_KNOCK_S, _LAST_KNOCK_S = 1.0, 15.0
 _REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
@@ -50,23 +52,23 @@ class ExternalServer:
     lives_on = True
     start_tries = 0
 
-    def __init__(self, settings: EngineConfig, *, index: int, model: str, longest: int) -> None:
+    def __init__(self, settings: EngineConfig, *, index: int, model: str, longest: int, lora: LoraConfig = _NO_LORA) -> None:
         """`model`: folder of the run's model. `longest`: tokens of the longest request. Raises: `ConfigError` when there is no URL of this index."""
         if index >= len(settings.urls):
             raise ConfigError(f"engine index {index}: engine.urls has {len(settings.urls)}; add the URL of this engine, or start fewer hosts")
-        self._settings, self._url, self._model, self._longest = settings, settings.urls[index].rstrip("/"), model, longest
+        self._settings, self._url, self._model, self._longest, self._lora = settings, settings.urls[index].rstrip("/"), model, longest, lora
 
     @contextlib.asynccontextmanager
     async def life(self, _: str, desk: Desk, /) -> AsyncIterator[ExternalLife]:
-        yield ExternalLife(self._url, self._settings, desk, model=self._model, longest=self._longest)
+        yield ExternalLife(self._url, self._settings, desk, model=self._model, longest=self._longest, lora=self._lora)
 
 
 class ExternalLife:
     """`Hosted` from one time that it was away to the next."""
 
-    def __init__(self, url: str, settings: EngineConfig, desk: Desk, *, model: str, longest: int) -> None:
+    def __init__(self, url: str, settings: EngineConfig, desk: Desk, *, model: str, longest: int, lora: LoraConfig = _NO_LORA) -> None:
         self.url = url
-        self._settings, self._desk, self._model, self._longest = settings, desk, model, longest
+        self._settings, self._desk, self._model, self._longest, self._lora = settings, desk, model, longest, lora
         self._watch: Watch | None = None
         self.trouble = f"{url} has not answered yet"
 
@@ -102,6 +104,8 @@ class ExternalLife:
         if about.get("is_generation") is False:
             return "is no engine that generates"
         if why := difference(ours, _told(about)):
+            return why
+        if self._lora.adapters and (why := without_adapters(self._lora, settings)) is not None:
             return why
         length = settings.get("context_length")
         if type(length) is int and length < self._longest:
@@ -164,6 +168,25 @@ def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None
     for key in ("architectures", *_SHAPES):
         if key in ours and key in theirs and ours[key] != theirs[key]:
             return f"has another model: {key} {theirs[key]}, and the run has {ours[key]}"
+    return None
+
+
+def without_adapters(lora: LoraConfig, settings: Mapping[str, Any]) -> str | None:
+    """Why an engine with these settings could not take the run's adapters, and how to start it; None: it can, as far as it tells.
+
+    >>> without_adapters(LoraConfig(rank=8, publish="adapter", target_modules=["q_proj"]), {"enable_lora": True, "max_lora_rank": 4})
+    'takes adapters up to rank 4, and lora.rank is 8: start it with --enable-lora --max-lora-rank 8 --lora-target-modules q_proj --max-loras-per-batch 6'
+    """
+    start = f": start it with {' '.join(lora.server_flags())}"
+    rank, targets, places = settings.get("max_lora_rank"), settings.get("lora_target_modules"), settings.get("max_loras_per_batch")
+    if not settings.get("enable_lora"):
+        return f"takes no adapters{start}"
+    if type(rank) is int and rank < lora.rank:
+        return f"takes adapters up to rank {rank}, and lora.rank is {lora.rank}{start}"
+    if isinstance(targets, list) and "all" not in targets and (missing := sorted(set(lora.target_modules) - set(targets))):
+        return f"takes no adapters of {', '.join(missing)}, which lora.target_modules has{start}"
+    if type(places) is int and places < lora.places:
+        return f"computes with {places} adapters at once, and lora.keep_loaded {lora.keep_loaded} needs {lora.places}{start}"
     return None
 
 

@@ -109,6 +109,14 @@ def parsed(raw: bytes) -> dict[str, Any]:
         raise DecodeError("answer", f"not JSON ({problem}): {raw[:80]!r}") from problem
 
 
+def unversioned(body: dict[str, Any]) -> dict[str, Any]:
+    """An answer of an adapter: what it says of versions is said of the weights under it, and one adapter wrote it all."""
+    meta = body.get("meta_info")
+    if type(meta) is not dict:
+        return body
+    return body | {"meta_info": {key: value for key, value in meta.items() if key not in ("weight_version", "weight_versions")}}
+
+
 def field_of(container: dict[str, Any], key: str, kind: type[Any]) -> Any:
     """Raises: `DecodeError` where it is missing or of another type."""
     value = container.get(key)

@@ -44,9 +44,11 @@ from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus, ProducerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Topic, Wakeups, wakeups
+from weightsync.adapter_config import check_adapters
 from weightsync.aim import EVAL_FLEET
 from weightsync.channel import Channel
 from weightsync.config import WeightsConfig, is_url, relay_folder, store_folder
+from weightsync.lora import LoraConfig, prefix_of
 from weightsync.reconciler import Reconciler
 from weightsync.registry import BEAT_S, Registry
 from weightsync.store import VersionStore, open_store
@@ -80,6 +82,7 @@ class EngineHostConfig(Tree):
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     engine: EngineConfig = EngineConfig()
+    lora: LoraConfig = LoraConfig()
     placement: PlacementConfig = PlacementConfig()
 
     def evaluates(self, index: int) -> bool:
@@ -102,7 +105,7 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
     in it), or when a server has not come to its first token several times in a row.
     """
     kind = _check(config, index)
-    store = await asyncio.to_thread(open_store, config.weights, config.run)
+    store = await asyncio.to_thread(open_store, config.weights, config.run, lora=config.lora)
     await _first_contact(config.redis.url)
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
@@ -207,11 +210,13 @@ def _check(config: EngineHostConfig, index: int) -> Kind:
         raise ConfigError(
             f"engine.max_length {engine.max_length} is below the {_longest(config)} tokens of rollout.max_prompt_tokens and max_new_tokens: raise it, or use 0"
         )
+    check_adapters(config.lora, config.weights, config.placement)
     if config.shares_device(index) and engine.kind == "external":
         raise ConfigError('placement.layout colocated with engine.kind "external": servers of others are not told to free their memory; use another layout')
     return make_kind(
         engine,
         config.weights,
+        lora=config.lora,
         shares_device=config.shares_device(index),
         index=index,
         model=str(Path(config.model.path).absolute()),
@@ -280,7 +285,8 @@ class _Host:
         self._producers: Presence[ProducerStatus] = Presence(client, keys, "producer", ProducerStatus)
         self._waker = waker
         self._started = time.monotonic()
-        self._control = control = desk.reconciling(engine.url)
+        self._adapters = prefix_of(config.run.name) if config.lora.adapters else ""
+        self._control = control = desk.reconciling(engine.url, adapters=self._adapters)
         self._reconciler = Reconciler(
             self._id,
             boot_nonce,
@@ -298,6 +304,7 @@ class _Host:
                 boot_nonce=boot_nonce,
                 folder=relay_folder(config.weights, config.run),
                 ranks=config.engine.tp,
+                lora=config.lora,
             ),
             config=config.weights,
             wakeups=waker,
@@ -449,6 +456,7 @@ class _Host:
             trouble=self._misfit or self._engine.trouble or totals.trouble,
             kv_usage=figures.kv_usage,
             fleet=self._fleet,
+            adapters=self._adapters,
         )
 
 

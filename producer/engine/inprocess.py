@@ -13,9 +13,12 @@ from producer.engine.desk import Desk
 from producer.engine.hosted import Figures
 from producer.engine.key import admin_key, engine_key
 from protocol.errors import ConfigError
+from weightsync.lora import LoraConfig
 
 if TYPE_CHECKING:
     from producer.engine.embedded.server import EmbeddedEngine
+
+_NO_LORA = LoraConfig()
 
 
 class Embedded:
@@ -25,10 +28,12 @@ class Embedded:
     lives_on = False
     start_tries = 1
 
-    def __init__(self, settings: EngineConfig, *, index: int, model: str, longest: int, seed: Callable[[str], int], group_deadline_s: float) -> None:
+    def __init__(
+        self, settings: EngineConfig, *, index: int, model: str, longest: int, seed: Callable[[str], int], group_deadline_s: float, lora: LoraConfig = _NO_LORA
+    ) -> None:
         """`longest`: tokens of the longest request. `seed`: of the noise of a boot. The peers of a process group are waited for `group_deadline_s`."""
         self._settings, self._index, self._model, self._longest, self._seed = settings, index, model, longest, seed
-        self._group_deadline_s = group_deadline_s
+        self._group_deadline_s, self._lora = group_deadline_s, lora
 
     @contextlib.asynccontextmanager
     async def life(self, boot_nonce: str, _: Desk, /) -> AsyncIterator[InProcess]:
@@ -38,6 +43,7 @@ class Embedded:
         try:
             import torch
 
+            from producer.engine.embedded.lora_rows import LoraLimits
             from producer.engine.embedded.model import load
             from producer.engine.embedded.server import EmbeddedEngine
         except ImportError as problem:
@@ -45,7 +51,11 @@ class Embedded:
         settings = self._settings
         torch.set_num_threads(settings.torch_threads)
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
-        model = await asyncio.to_thread(load, self._model, slots=settings.slots, max_length=settings.max_length, wanted=self._longest, dtype=dtype)
+        limits = LoraLimits(max_rank=self._lora.rank, targets=self._lora.target_modules) if self._lora.adapters else None
+        targets = () if limits is None else limits.targets
+        model = await asyncio.to_thread(
+            load, self._model, slots=settings.slots, max_length=settings.max_length, wanted=self._longest, dtype=dtype, lora_targets=targets
+        )
         async with EmbeddedEngine(
             model,
             weight_version=f"boot:{boot_nonce}",
@@ -59,6 +69,7 @@ class Embedded:
             group_timeout_s=self._group_deadline_s,
             pace_s=settings.pace_s,
             apply_delay_factor=settings.apply_delay_factor,
+            lora=limits,
         ) as engine:
             yield InProcess(engine, settings.slots)
 

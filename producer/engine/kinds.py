@@ -12,7 +12,9 @@ from producer.engine.inprocess import Embedded
 from producer.engine.sglang.engine import SGLangServer
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
+from weightsync.lora import LoraConfig
 
+_NO_LORA = LoraConfig()
 _BY_FILES = ("store", "delta")
 
 
@@ -20,6 +22,7 @@ def make_kind(
     settings: EngineConfig,
     weights: WeightsConfig,
     *,
+    lora: LoraConfig = _NO_LORA,
     shares_device: bool = False,
     index: int,
     model: str,
@@ -27,18 +30,18 @@ def make_kind(
     seed: Callable[[str], int],
     log: Path,
 ) -> Kind:
-    """`shares_device`: it frees its memory in the trainer's turns. `longest`: tokens of the longest request. `seed`: of the noise of a boot, by its nonce.
-    `log`: what a server of its own writes.
+    """`lora`: what adapters it must be able to take, where versions are adapters. `shares_device`: it frees its memory in the trainer's turns. `longest`:
+    tokens of the longest request. `seed`: of the noise of a boot, by its nonce. `log`: what a server of its own writes.
 
     Raises: `ConfigError` for what can never work. Looks at files, opens nothing.
     """
     if settings.kind == "embedded":
-        return Embedded(settings, index=index, model=model, longest=longest, seed=seed, group_deadline_s=weights.group_deadline_s)
+        return Embedded(settings, lora=lora, index=index, model=model, longest=longest, seed=seed, group_deadline_s=weights.group_deadline_s)
     if settings.kind == "sglang":
-        return SGLangServer(settings, shares_device=shares_device, index=index, model=model, longest=longest, seed=seed, log=log)
+        return SGLangServer(settings, lora=lora, shares_device=shares_device, index=index, model=model, longest=longest, seed=seed, log=log)
     if weights.transport not in _BY_FILES:
         raise ConfigError(
             f'weights.transport = "{weights.transport}": an update that breaks half-way may be mended only by ending the engine, and '
             'external ones are not ours to end; use "store" or "delta"'
         )
-    return ExternalServer(settings, index=index, model=model, longest=longest)
+    return ExternalServer(settings, lora=lora, index=index, model=model, longest=longest)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from producer.engine.generation import ABORTED, Generation, Sampling, checked, field_of, parsed
+from producer.engine.generation import ABORTED, Generation, Sampling, checked, field_of, parsed, unversioned
 from protocol.errors import DecodeError, SampleFailed
 from protocol.versions import Version
 
@@ -62,8 +62,9 @@ class EngineError(Exception):
 class Growing:
     """A response under way. `assumed`: the version its engine had acked before the request."""
 
-    def __init__(self, assumed: Version | None) -> None:
-        self._assumed = assumed
+    def __init__(self, assumed: Version | None, *, adapter: bool = False) -> None:
+        """`adapter`: `assumed` is one, and writes the whole response."""
+        self._assumed, self._adapter = assumed, adapter
         self._ids: list[Any] = []
         self._logprobs: list[Any] = []
         self._texts: list[str] = []
@@ -107,6 +108,7 @@ class Growing:
             raise _error(body["error"])
         if self.whole is not None:
             raise DecodeError("event", "came after the last one of the response")
+        body = unversioned(body) if self._adapter else body
         meta = field_of(body, "meta_info", dict)
         ids, logprobs = field_of(body, "output_ids", list), meta.get("output_token_logprobs")
         if type(logprobs) is not list:

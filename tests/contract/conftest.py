@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from producer.engine.client import open_session
 
 from .engine import Engine
-from .served import CONTEXT, GUARDED, PLAIN, RealServers, Setup, embedded
+from .served import ADAPTED, CONTEXT, GUARDED, PLAIN, RealServers, Setup, embedded
 
 VOCABULARY = 320
 """A little more than the tokenizer has, as real models do."""
@@ -119,8 +119,14 @@ def plain(kind: str, request: pytest.FixtureRequest, models: Models) -> Serve:
 
 @pytest.fixture(scope="session")
 def guarded(kind: str, request: pytest.FixtureRequest, models: Models) -> Serve:
-    """Used by one file only, the last: another setup is another start."""
+    """Used by one file only, near the last: another setup is another start."""
     return _serve(kind, GUARDED, request, models)
+
+
+@pytest.fixture(scope="session")
+def adapted(kind: str, request: pytest.FixtureRequest, models: Models) -> Serve:
+    """Used by one file only, the last."""
+    return _serve(kind, ADAPTED, request, models)
 
 
 @pytest_asyncio.fixture

@@ -100,12 +100,16 @@ class Engine:
             await self.post("/abort_request", {"abort_all": True})
             assert (await self.post(f"/flush_cache?timeout={PATIENCE_S:g}")).status == 200
         await self.post("/end_weight_update")
+        if self.setup.lora.adapters:  # whose base weights stay what they were started with
+            for name in await self.control.adapters():
+                await self.control.unload_adapter(name, deadline_s=PATIENCE_S)
+            return
         status, answer = await self.post("/update_weights_from_disk", {"model_path": model, "weight_version": "1:0", "flush_cache": True})
         assert status == 200, answer
 
     def _headers(self, path: str, key: str | None) -> dict[str, str]:
         if key is None:
-            users = path.split("?", maxsplit=1)[0] in ("/generate", "/model_info", "/server_info", "/get_model_info", "/get_server_info")
+            users = path.split("?", maxsplit=1)[0] in ("/generate", "/model_info", "/server_info", "/get_model_info", "/get_server_info", "/v1/models")
             key = self.setup.api_key if users else self.setup.admin_key
         return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 

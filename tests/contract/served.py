@@ -16,10 +16,12 @@ import aiohttp
 
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
+from producer.engine.embedded.lora_rows import LoraLimits
 from producer.engine.embedded.model import load
 from producer.engine.embedded.server import EmbeddedEngine
 from producer.engine.key import ADMIN_VARIABLE, VARIABLE
 from producer.engine.sglang.engine import SGLangServer
+from weightsync.lora import LoraConfig
 
 PYTHON_VARIABLE = "ROLLSTREAM_SGLANG_PYTHON"
 CONTEXT = 2048
@@ -32,7 +34,7 @@ _START_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a server is started. Every test says what it needs; starts are slow, so there are two."""
+    """How a server is started. Every test says what it needs; starts are slow, so there are three."""
 
     dtype: str = "float32"
     api_key: str = ""
@@ -41,6 +43,8 @@ class Setup:
     """Streams bring what is new instead of all."""
     overlap: bool = True
     """SGLang prepares a step while another is under way. The embedded engine never does."""
+    lora: LoraConfig = LoraConfig()
+    """With publish adapter: it takes adapters."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -48,6 +52,7 @@ class Setup:
 
 
 PLAIN = Setup()
+ADAPTED = Setup(lora=LoraConfig(rank=4, publish="adapter"))
 GUARDED = Setup(dtype="bfloat16", api_key="key-of-users", admin_key="key-of-admins", incremental=True, overlap=False)
 
 
@@ -61,7 +66,8 @@ def interpreter() -> str:
 
 @contextlib.asynccontextmanager
 async def embedded(model: Path, setup: Setup) -> AsyncIterator[str]:
-    served = load(str(model), slots=SLOTS, dtype=setup.dtype)
+    limits = LoraLimits(max_rank=setup.lora.rank, targets=setup.lora.target_modules) if setup.lora.adapters else None
+    served = load(str(model), slots=SLOTS, dtype=setup.dtype, lora_targets=() if limits is None else limits.targets)
     async with EmbeddedEngine(
         served,
         weight_version=f"boot:{BOOT}",
@@ -70,6 +76,7 @@ async def embedded(model: Path, setup: Setup) -> AsyncIterator[str]:
         admin_key=setup.admin_key,
         incremental=setup.incremental,
         pace_s=_PACE_S,
+        lora=limits,
     ) as engine:
         yield engine.url
 
@@ -108,7 +115,7 @@ class RealServers:
             settings = EngineConfig(kind="sglang", device="cpu", python=python, slots=SLOTS, dtype=setup.dtype, args=setup.arguments, start_seconds=_START_S)
             async with aiohttp.ClientSession() as session:
                 with _keys(setup):
-                    kind = SGLangServer(settings, index=0, model=str(self._model), longest=CONTEXT, seed=lambda _: 1, log=self._log)
+                    kind = SGLangServer(settings, index=0, model=str(self._model), longest=CONTEXT, seed=lambda _: 1, log=self._log, lora=setup.lora)
                     async with kind.life(BOOT, Desk(session, api_key=setup.api_key, admin_key=setup.admin_key)) as life:
                         await life.ready()
                         self._stop = (asyncio.get_running_loop(), stop)

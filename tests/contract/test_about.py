@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from protocol.errors import ApplyFailed
+
 from .conftest import Models
-from .engine import Engine
+from .engine import Engine, asking
 from .served import CONTEXT, SLOTS
 
 
@@ -36,6 +38,15 @@ async def test_it_is_ready_and_alive_and_says_so_without_a_body(engine: Engine):
 
 async def test_a_probe_names_the_version_it_was_written_by(engine: Engine):
     assert set(await engine.control.probe(deadline_s=30)) == {"1:0"}
+
+
+async def test_one_without_lora_takes_no_adapter_and_says_what_to_set(engine: Engine):
+    assert (await engine.control.server_info())["enable_lora"] in (None, False)
+    assert await engine.control.adapters() == ()
+    with pytest.raises(ApplyFailed, match="--enable-lora"):
+        await engine.control.load_adapter("rollstream-x-1-0", "/nowhere", deadline_s=10)
+    status, body = await engine.post("/generate", asking(1, lora_path="rollstream-x-1-0"))
+    assert (status, "--enable-lora" in body["error"]["message"], "rollstream-x-1-0" in body["error"]["message"]) == (400, True, True)
 
 
 async def test_the_figures_that_pacing_reads_are_there(engine: Engine):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from consumer.backend import TrainingState
+from consumer.backend import Base, TrainingState
 from consumer.checkpoint import Checkpoint, Progress, write_checkpoint
 from consumer.config import CheckpointConfig
 from deploy.saved import Saved, saved_model
@@ -19,7 +19,9 @@ from protocol.config import ModelConfig, RunConfig
 from protocol.errors import ConfigError, ManifestError, Unavailable
 from protocol.versions import Version
 from tests.producer.engine.conftest import write_model
+from weightsync.adapter_store import AdapterStore
 from weightsync.config import WeightsConfig
+from weightsync.lora import LoraConfig
 from weightsync.mirror import Mirror
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
@@ -199,3 +201,23 @@ async def test_a_damaged_checkpoint_and_a_damaged_version_are_refused(place: Pla
     (checkpoint / "state.json").write_bytes(b"{}")
     with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
         await place.found(str(checkpoint))
+
+
+async def test_an_adapter_is_no_model_and_is_told_so(place: Place, others: list[dict[str, TensorBytes]]):
+    AdapterStore(place.store.folder, LoraConfig(rank=2).settings("/base")).write(Snapshot(version=Version(1, 3), tensors=others[0]))
+    with pytest.raises(ConfigError, match=r"version 1:3 .* holds an adapter, not a model: merge it"):
+        await place.found("1:3")
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        await place.found(str(place.store.path(Version(1, 3))))
+    base = Base(path="/base", digest="d", scaling=1.0, settings=b"{}")
+    saved = Checkpoint(
+        progress=Progress(step=9),
+        incarnation=1,
+        digest=weights_digest(others[0]),
+        state=TrainingState(weights=others[0], optimizer={}, rng={}, base=base),
+        journal=b"",
+        schedule={},
+    )
+    write_checkpoint(place.checkpoints, saved, model_path=place.model)
+    with pytest.raises(ConfigError, match="holds an adapter"):
+        await place.found("9")

@@ -39,7 +39,7 @@ from protocol.messages import (
 )
 from protocol.versions import Version
 
-GOLDEN = Path(__file__).parent / "golden" / "1.3"
+GOLDEN = Path(__file__).parent / "golden" / "1.4"
 SINCE: dict[str, dict[str, frozenset[str]]] = {
     "1.1": {
         "blob_ref": frozenset(),
@@ -57,6 +57,9 @@ SINCE: dict[str, dict[str, frozenset[str]]] = {
         "producer_status": frozenset({"resting"}),
         "relay_status": frozenset({"trouble"}),
         "launcher_status": frozenset(),
+    },
+    "1.4": {
+        "engine_status": frozenset({"adapters"}),
     },
 }
 """Schema → message → fields that it brought; none: the message is new as a whole."""
@@ -118,6 +121,7 @@ ENGINE = EngineStatus(
     trouble="prepare 2:8: no space left on device",
     kv_usage=0.75,
     fleet="eval",
+    adapters="rollstream-run-",
 )
 WEIGHT_SERVER = WeightServerStatus(
     server_id="node-1:4245",

@@ -44,8 +44,8 @@ def test_frames_of_an_earlier_schema_read_with_new_fields_at_their_defaults(sche
 
 
 def test_every_earlier_schema_is_there_and_what_each_brought_is_named() -> None:
-    assert sorted(EARLIER) == ["1.0", "1.1", "1.2"]
-    assert list(SINCE) == ["1.1", "1.2", "1.3"]
+    assert sorted(EARLIER) == ["1.0", "1.1", "1.2", "1.3"]
+    assert list(SINCE) == ["1.1", "1.2", "1.3", "1.4"]
 
 
 def test_every_message_has_a_golden_file() -> None:

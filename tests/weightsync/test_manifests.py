@@ -48,7 +48,8 @@ def test_an_entry_that_no_version_has_is_refused_with_the_tensor_named(change: d
         ({"location": ""}, "is no place"),
         ({"location": "/dev/shm/\0"}, "is no place"),
         ({"parent_version": None, "kind": "delta"}, "a delta has one"),
-        ({"parent_version": Version(1, 2)}, "a full version none"),
+        ({"parent_version": Version(1, 2)}, "any other version none"),
+        ({"kind": "adapter", "parent_version": Version(1, 2)}, "any other version none"),
         ({"kind": "delta", "parent_version": Version(1, 3)}, "is not older"),
     ],
 )

@@ -11,15 +11,20 @@ from protocol.connection import Client
 from protocol.keys import Keys
 from protocol.messages import EngineId, WeightServerStatus
 from protocol.presence import Presence
+from weightsync.adapter_control import AdapterControl
+from weightsync.adapter_store import AdapterStore
 from weightsync.channel import Channel
 from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
 from weightsync.fallback import Transports
+from weightsync.lora import LoraConfig
 from weightsync.roles import WEIGHT_SERVER
 from weightsync.store import DirectoryStore, VersionStore
+from weightsync.transports.adapter import AdapterTransport
 from weightsync.transports.contract import Transport
 from weightsync.transports.store import StoreTransport
 
+_NO_LORA = LoraConfig()
 _BESIDE = "copies-"
 """Of a machine whose own folder cannot hold copies: what its folder in the store begins with."""
 
@@ -36,12 +41,16 @@ def make_transports(
     boot_nonce: str,
     folder: str | os.PathLike[str],
     ranks: int = 1,
+    lora: LoraConfig = _NO_LORA,
 ) -> Transports:
     """The configured way with the store behind it. Opens nothing.
 
     `ranks`: tensor-parallel ranks of the engine.
     `folder`: of this machine's whole copies, for versions that an engine cannot load from where they are: deltas, and a store behind a URL.
     """
+    if isinstance(store, AdapterStore):
+        assert isinstance(control, AdapterControl), "adapters are loaded by a control of their own"
+        return Transports(None, AdapterTransport(store, control, keep=lora.keep_loaded, flags=" ".join(lora.server_flags())))
     last = _from_store(config, store=store, control=control, client=client, keys=keys, folder=folder)
     if config.transport in ("store", "delta"):
         return Transports(None, last)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from producer.engine.embedded.lora_rows import Adapter
 from producer.engine.embedded.model import SlotModel
 from producer.engine.embedded.request import Request
 from producer.engine.embedded.sampling import Rows, Sampled, sample
@@ -57,7 +58,8 @@ class Batch:
         have. Returns those that are finished already.
         """
         first, now = len(self.requests), time.time()
-        ids, source = _distinct(newcomers)
+        ids, source, adapters = _distinct(newcomers)
+        self._model.adapt(adapters)
         hidden = self._model.prefill(first, ids, source)
         lengths = torch.tensor([request.length for request in newcomers])
         logits = self._model.logits(hidden[source, lengths - 1])
@@ -85,6 +87,7 @@ class Batch:
     def step(self) -> list[Request]:
         """One token for every row. Returns the requests that are finished, which have left."""
         n = len(self.requests)
+        self._model.adapt([request.adapter for request in self.requests])
         positions = self._positions[:n]
         logits = self._model.logits(self._model.decode(self._tokens[:n], positions, self._longest))
         sampled = sample(logits, self._rows, self._generator)
@@ -197,18 +200,18 @@ class Batch:
         self._rows = Rows([request.sampling for request in self.requests], self._generators)
 
 
-def _distinct(newcomers: Sequence[Request]) -> tuple[Tensor, Tensor]:
-    """The distinct contexts, right-padded, and for each newcomer the row of its own: siblings of a group are computed once."""
-    seen: dict[tuple[int, ...], int] = {}
+def _distinct(newcomers: Sequence[Request]) -> tuple[Tensor, Tensor, list[Adapter | None]]:
+    """The distinct contexts, right-padded, for each newcomer the row of its own, and the adapter of each row: siblings of a group are computed once."""
+    seen: dict[tuple[Adapter | None, tuple[int, ...]], int] = {}
     source: list[int] = []
     for request in newcomers:
-        key = tuple(request.context)
+        key = request.adapter, tuple(request.context)
         if key in seen and not request.started_at:
-            request.shared_prompt = len(key) - 1
+            request.shared_prompt = len(key[1]) - 1
         source.append(seen.setdefault(key, len(seen)))
-    width = max(len(prompt) for prompt in seen)
-    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in seen])
-    return ids, torch.tensor(source)
+    width = max(len(prompt) for _, prompt in seen)
+    ids = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for _, prompt in seen])
+    return ids, torch.tensor(source), [adapter for adapter, _ in seen]
 
 
 def _own_generator(request: Request) -> torch.Generator | None:

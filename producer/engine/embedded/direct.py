@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the name torch users know
 from torch import Tensor
 
 from producer.engine.embedded.cache import SlotCache
+from producer.engine.embedded.lora_rows import LoraRows
 
 _FAMILIES = frozenset({"llama", "qwen2", "qwen3"})
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
@@ -24,13 +25,17 @@ _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 class _Linear:
     weight: Tensor
     bias: Tensor | None
+    rows: LoraRows | None
+    name: str
 
     @classmethod
-    def of(cls, module: Any) -> _Linear:
-        return cls(module.weight, module.bias)
+    def of(cls, module: Any, rows: LoraRows | None) -> _Linear:
+        name = "" if rows is None else rows.names().get(module, "")
+        return cls(module.weight, module.bias, rows if name else None, name)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.rows is None else self.rows.plus(self.name, x, y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +57,20 @@ class _Layer:
 
     __slots__ = ("attention_norm", "down", "gate", "k", "k_norm", "mlp_norm", "o", "q", "q_norm", "up", "v")
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, rows: LoraRows | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.attention_norm, self.mlp_norm = _Norm.of(layer.input_layernorm), _Norm.of(layer.post_attention_layernorm)
-        self.q, self.k, self.v, self.o = (_Linear.of(getattr(attention, f"{name}_proj")) for name in "qkvo")
+        self.q, self.k, self.v, self.o = (_Linear.of(getattr(attention, f"{name}_proj"), rows) for name in "qkvo")
         self.q_norm, self.k_norm = (_Norm.of(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm"))
-        self.gate, self.up, self.down = _Linear.of(mlp.gate_proj), _Linear.of(mlp.up_proj), _Linear.of(mlp.down_proj)
+        self.gate, self.up, self.down = (_Linear.of(module, rows) for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
 
 
 class DirectBody:
     """From token ids to hidden states, over a `SlotCache`."""
 
-    def __init__(self, body: Any, *, heads: int, kv_heads: int, head_dim: int, max_length: int) -> None:
+    def __init__(self, body: Any, *, heads: int, kv_heads: int, head_dim: int, max_length: int, rows: LoraRows | None) -> None:
         self._embedding: Tensor = body.embed_tokens.weight
-        self._layers = [_Layer(layer) for layer in body.layers]
+        self._layers = [_Layer(layer, rows) for layer in body.layers]
         self._norm = _Norm.of(body.norm)
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, head_dim
         cos, sin = body.rotary_emb(self._embedding[:1], torch.arange(max_length)[None])
@@ -106,10 +111,10 @@ class DirectBody:
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask).transpose(1, 2).reshape(batch, length, -1)
 
 
-def direct_body(model: Any, body: Any, cache_length: int, *, kv_heads: int, head_dim: int) -> DirectBody | None:
+def direct_body(model: Any, body: Any, cache_length: int, *, kv_heads: int, head_dim: int, rows: LoraRows | None = None) -> DirectBody | None:
     """The direct pass of `model`, or None where its family or its settings are others."""
     config = model.config
     rope = getattr(getattr(body, "rotary_emb", None), "rope_type", "default")
     if config.model_type not in _FAMILIES or config.hidden_act != "silu" or rope not in _STATIC_ROPE:
         return None
-    return DirectBody(body, heads=int(config.num_attention_heads), kv_heads=kv_heads, head_dim=head_dim, max_length=cache_length)
+    return DirectBody(body, heads=int(config.num_attention_heads), kv_heads=kv_heads, head_dim=head_dim, max_length=cache_length, rows=rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from producer.engine.embedded.cache import SlotCache
 from producer.engine.embedded.direct import DirectBody, direct_body
+from producer.engine.embedded.lora_rows import Adapter, LoraRows
 from protocol.errors import ConfigError
 
 _LOADING = threading.Lock()
@@ -47,7 +49,19 @@ class SlotModel:
     Raises: `ConfigError` from `load` when the folder cannot be served, with the reason.
     """
 
-    def __init__(self, model: nn.Module, geometry: Geometry, tokenizer: Tokenizer, eos_ids: frozenset[int], path: str, *, slots: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        geometry: Geometry,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        path: str,
+        *,
+        slots: int,
+        max_length: int,
+        lora_targets: Sequence[str] = (),
+    ) -> None:
+        """`lora_targets`: modules that adapters may be of, by their last names."""
         self.model = model
         self.geometry = geometry
         self.tokenizer = tokenizer
@@ -61,11 +75,19 @@ class SlotModel:
         dtype = next(model.parameters()).dtype
         self.cache = SlotCache(layers=geometry.layers, slots=slots, kv_heads=geometry.kv_heads, max_length=max_length, head_dim=geometry.head_dim, dtype=dtype)
         self._steps = torch.arange(max_length)
-        self.direct: DirectBody | None = direct_body(model, self._body, max_length, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+        self.rows: LoraRows | None = LoraRows(model, lora_targets) if lora_targets else None
+        self.direct: DirectBody | None = direct_body(model, self._body, max_length, kv_heads=geometry.kv_heads, head_dim=geometry.head_dim, rows=self.rows)
         if self.direct is not None and not self._error() <= self._bound:
             self.direct = None
         if self.direct is None:
             self._check()
+            if self.rows is not None:
+                self.rows.hook()
+
+    def adapt(self, adapters: Sequence[Adapter | None]) -> None:
+        """The next forward pass takes row i by `adapters[i]`."""
+        if self.rows is not None:
+            self.rows.take(adapters)
 
     @torch.inference_mode()
     def prefill(self, first: int, ids: Tensor, source: Tensor) -> Tensor:
@@ -127,7 +149,7 @@ class SlotModel:
             )
 
 
-def load(path: str, *, slots: int, max_length: int = 0, wanted: int = 0, dtype: str = "float32") -> SlotModel:
+def load(path: str, *, slots: int, max_length: int = 0, wanted: int = 0, dtype: str = "float32", lora_targets: Sequence[str] = ()) -> SlotModel:
     """The model of the folder `path`, with its slots allocated.
 
     A slot has `max_length` tokens; 0: `wanted` as far as the model's context allows, or all of it.
@@ -152,7 +174,7 @@ def load(path: str, *, slots: int, max_length: int = 0, wanted: int = 0, dtype: 
     length = max_length or min(wanted or geometry.context_length, geometry.context_length)
     _check_memory(geometry, slots=slots, length=length, dtype=getattr(torch, dtype))
     model.eval().requires_grad_(False)
-    return SlotModel(model, geometry, tokenizer, _eos_ids(folder, config, tokenizer), path, slots=slots, max_length=length)
+    return SlotModel(model, geometry, tokenizer, _eos_ids(folder, config, tokenizer), path, slots=slots, max_length=length, lora_targets=lora_targets)
 
 
 def _check_memory(geometry: Geometry, *, slots: int, length: int, dtype: torch.dtype) -> None:

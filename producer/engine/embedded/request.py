@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_sampling_mask": (False,),
     "return_entropy": (False,),
     "return_indexer_topk": (False,),
-    "lora_path": (None,),
     "session_id": (None,),
     "session_params": (None,),
     "custom_logit_processor": (None,),
@@ -170,6 +169,10 @@ class Request:
     finished_at: float = 0.0
     call: Any = None
     """The HTTP call that waits for it."""
+    lora_path: str | None = None
+    """The adapter that it asks for."""
+    adapter: Any = None
+    """That adapter, `lora_rows.Adapter`, from when the request is let in until it is answered."""
 
     @property
     def context(self) -> list[int]:
@@ -308,7 +311,14 @@ def _options(body: Json) -> dict[str, Any]:
         "text_in_logprobs": _flag(body, "return_text_in_logprobs", default=False, kind=BadBody),
         "prompt_ids_wanted": _flag(body, "return_prompt_token_ids", default=False, kind=BadBody),
         "stream": _flag(body, "stream", default=False, kind=BadBody),
+        "lora_path": _adapter_name(body.get("lora_path")),
     }
+
+
+def _adapter_name(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise BadBody(f"lora_path must be the name of one adapter, got {value!r:.40}")
+    return value or None
 
 
 def _check_length(ids: list[int], sampling: SamplingParams, limits: Limits) -> None:

@@ -16,10 +16,13 @@ from typing import Self
 
 from aiohttp import web
 
+from producer.engine.embedded.adapter_routes import AdapterRoutes
+from producer.engine.embedded.adapters import Adapters
 from producer.engine.embedded.answer import answer
 from producer.engine.embedded.auth import guard
 from producer.engine.embedded.control_routes import ControlRoutes
 from producer.engine.embedded.http import Routes, error, parsed, reply, with_errors, without_route
+from producer.engine.embedded.lora_rows import LoraLimits
 from producer.engine.embedded.model import SlotModel
 from producer.engine.embedded.request import BadBody, BadRequest, Limits, Request, parse
 from producer.engine.embedded.status_routes import Settings, StatusRoutes
@@ -84,6 +87,7 @@ class EmbeddedEngine:
         group_timeout_s: float = 30.0,
         pace_s: float = 0.0,
         apply_delay_factor: float = 1.0,
+        lora: LoraLimits | None = None,
     ) -> None:
         self._worker = Worker(
             model,
@@ -96,12 +100,13 @@ class EmbeddedEngine:
             apply_delay_factor=apply_delay_factor,
         )
         self._updates = Updates(self._worker, model, version=weight_version, group_timeout_s=group_timeout_s, apply_delay_factor=apply_delay_factor)
-        self._model = model
+        self._model, self._adapters = model, Adapters(model, lora)
         self._limits = Limits(context_length=model.max_length, vocabulary=model.geometry.vocabulary, tokenizer=model.tokenizer)
         self._host, self._port, self._max_queued, self._incremental = host, port, max_queued, incremental
         self._keys = (api_key, admin_key)
         self._control, self._changes = ControlRoutes(self._worker, self), WeightRoutes(self._updates)
-        self._status = StatusRoutes(self._worker, model, self._updates, Settings(host=host, seed=seed, max_queued=max_queued))
+        self._adapter_routes = AdapterRoutes(self._adapters, model)
+        self._status = StatusRoutes(self._worker, model, self._updates, Settings(host=host, seed=seed, max_queued=max_queued, lora=lora))
         self._live: dict[str, Request] = {}
         self._inside: set[Request] = set()
         """Those of them that were let in: they decode, or wait for a slot."""
@@ -113,7 +118,7 @@ class EmbeddedEngine:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        admin_paths = frozenset(self._control.posts() | self._changes.posts())
+        admin_paths = frozenset(self._control.posts() | self._changes.posts() | self._adapter_routes.posts())
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[guard(*self._keys, admin_paths), without_route])
         self._route(app)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
@@ -136,6 +141,7 @@ class EmbeddedEngine:
         if self._worker.failure is None:
             await self._worker.abort(None)
         await self._updates.close()
+        await self._adapters.close()
         self._worker.stop()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -173,11 +179,11 @@ class EmbeddedEngine:
         raise EngineFault("the engine's decoding thread ended") from self._worker.failure
 
     def _route(self, app: web.Application) -> None:
-        control, changes = self._control, self._changes
-        gets: Routes = {"/health_generate": self._health_generate} | self._status.gets() | control.gets() | changes.gets()
+        control, changes, adapters = self._control, self._changes, self._adapter_routes
+        gets: Routes = {"/health_generate": self._health_generate} | self._status.gets() | control.gets() | changes.gets() | adapters.gets()
         for path, handler in gets.items():
             app.router.add_get(path, with_errors(handler))
-        posts: Routes = {"/generate": self._generate} | control.posts() | changes.posts()
+        posts: Routes = {"/generate": self._generate} | control.posts() | changes.posts() | adapters.posts()
         for path, handler in posts.items():
             app.router.add_post(path, with_errors(handler))
 
@@ -241,6 +247,7 @@ class EmbeddedEngine:
                 taken.append(request)
                 request.call, request.received_at = call, received
             self._idle.clear()
+            await self._adapters.acquire(requests)
             while not self._door.is_set():
                 await self._door.wait()
             self._let_in(requests)
@@ -249,6 +256,7 @@ class EmbeddedEngine:
             if left := [request.rid for request in taken if request.finish is None]:
                 self._worker.cancel(left)
             self._inside.difference_update(taken)
+            self._adapters.release(taken)
             for request in taken:
                 del self._live[request.rid]
             if not self._live:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from producer.engine.embedded import metrics
 from producer.engine.embedded.http import Routes, reply
+from producer.engine.embedded.lora_rows import LoraLimits
 from producer.engine.embedded.model import SlotModel
 from producer.engine.embedded.updates import Updates
 from producer.engine.embedded.worker import Worker
@@ -20,6 +21,7 @@ class Settings:
     host: str
     seed: int
     max_queued: int
+    lora: LoraLimits | None = None
 
 
 class StatusRoutes:
@@ -80,6 +82,9 @@ class StatusRoutes:
             "max_running_requests": model.slots,
             "max_queued_requests": settings.max_queued,
             "max_total_num_tokens": model.slots * model.max_length,
+            "enable_lora": settings.lora is not None,
+            "max_lora_rank": None if settings.lora is None else settings.lora.max_rank,
+            "lora_target_modules": None if settings.lora is None else list(settings.lora.targets),
             "disable_radix_cache": True,
             "disable_overlap_schedule": True,
             "internal_states": [{

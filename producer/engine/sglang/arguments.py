@@ -12,8 +12,10 @@ from pathlib import Path
 
 from producer.engine.config import EngineConfig
 from protocol.errors import ConfigError
+from weightsync.lora import LoraConfig
 
 LAUNCH = Path(__file__).with_name("launch.py")
+_NO_LORA = LoraConfig()
 _SPARE = 8
 """Tokens of context beyond the longest request: SGLang cuts what comes within one token of its context, without a word."""
 _PAGES = 1.25
@@ -58,9 +60,11 @@ class Place:
     seed: int
 
 
-def server_arguments(settings: EngineConfig, place: Place, *, model: str, longest: int, context: int, shares_device: bool = False) -> tuple[str, ...]:
+def server_arguments(
+    settings: EngineConfig, place: Place, *, model: str, longest: int, context: int, shares_device: bool = False, lora: LoraConfig = _NO_LORA
+) -> tuple[str, ...]:
     """Everything after the interpreter. `longest`: tokens of the longest request; `context`: of the model, 0 if unknown. `shares_device`: its memory can be
-    given back and taken again.
+    given back and taken again. `lora`: versions may be adapters.
 
     Raises: `ConfigError` for arguments of the user's that would break the host.
     """
@@ -75,8 +79,15 @@ def server_arguments(settings: EngineConfig, place: Place, *, model: str, longes
         *("--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"),
         *(_for_cpu(settings, longest, context) if settings.device == "cpu" else _for_cuda(settings, place)),
         *(("--enable-memory-saver",) if shares_device and settings.device == "cuda" else ()),
+        *(_for_adapters(settings, lora) if lora.adapters else ()),
         *settings.args,
     )
+
+
+def _for_adapters(settings: EngineConfig, lora: LoraConfig) -> Iterator[str]:
+    yield from lora.server_flags()
+    if settings.device == "cpu":
+        yield from ("--lora-backend", "torch_native")  # the others are kernels for GPUs
 
 
 def _for_cpu(settings: EngineConfig, longest: int, context: int) -> Iterator[str]:

@@ -24,7 +24,9 @@ from producer.engine.sglang.figures import capacity
 from producer.engine.sglang.ports import held_port
 from producer.engine.sglang.watch import Watch
 from protocol.errors import ApplyFailed, ConfigError, DecodeError, EngineUnavailable
+from weightsync.lora import LoraConfig
 
+_NO_LORA = LoraConfig()
 _GRACE_S = 10.0
 """SGLang takes about six seconds to end in good order."""
 _KNOCK_S = 0.5
@@ -44,7 +46,16 @@ class SGLangServer:
     start_tries = 3
 
     def __init__(
-        self, settings: EngineConfig, *, index: int, model: str, longest: int, seed: Callable[[str], int], log: Path, shares_device: bool = False
+        self,
+        settings: EngineConfig,
+        *,
+        index: int,
+        model: str,
+        longest: int,
+        seed: Callable[[str], int],
+        log: Path,
+        shares_device: bool = False,
+        lora: LoraConfig = _NO_LORA,
     ) -> None:
         """`longest`: tokens of the longest request. `seed`: of the noise of a boot. Raises: `ConfigError`: arguments or an interpreter that cannot work."""
         check_arguments(settings)
@@ -53,7 +64,7 @@ class SGLangServer:
                 "ROLLSTREAM_ENGINE_ADMIN_KEY is set and ROLLSTREAM_ENGINE_KEY is not: SGLang shows its admin key in /server_info, which is open to all then"
             )
         self._settings, self._index, self._model, self._longest, self._seed, self._log = settings, index, model, longest, seed, log
-        self._shares_device = shares_device
+        self._shares_device, self._lora = shares_device, lora
         self._python = _interpreter(settings.python)
 
     @contextlib.asynccontextmanager
@@ -65,7 +76,9 @@ class SGLangServer:
             held_port(settings.host, key="engine.host") as rendezvous,
         ):
             place = Place(index=self._index, port=port, rendezvous_port=rendezvous, boot_nonce=boot_nonce, seed=self._seed(boot_nonce))
-            argv = server_arguments(settings, place, model=self._model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device)
+            argv = server_arguments(
+                settings, place, model=self._model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device, lora=self._lora
+            )
             try:
                 child = Child.start((self._python, *argv), log=self._log, env=_environment(settings))
             except OSError as problem:

@@ -5,12 +5,14 @@
 - the server dies with the host that started it, and its processes with it (SGLang ties those to their parent itself)
 - keys come from the environment, and never appear in the log
 - without CUDA: SGLang's CPU path needs none of its compiled kernels for dense models where the CPU has no AMX, but imports them. They are replaced by names
-  that raise when called. And torchvision from PyPI, whose library does not load beside a torch for CPUs, needs two operators to be declared.
+  that raise when called. And torchvision from PyPI, whose library does not load beside a torch for CPUs, needs two operators to be declared. Its LoRA asks for
+  pinned memory, which there is none of without a device: it gets ordinary memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.abc
 import importlib.machinery
 import logging
@@ -18,7 +20,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,22 @@ def _do_without_kernels() -> None:
     sys.meta_path.insert(0, _KernelFinder())
 
 
+def _do_without_pinned_memory() -> None:
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("pin_memory", None)
+            return make(*args, **kwargs)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
 def _serve() -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
@@ -122,6 +140,8 @@ if sys.path and Path(sys.path[0]).absolute() == Path(__file__).absolute().parent
     del sys.path[0]  # what lies beside this file is rollstream's
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     _do_without_kernels()
+    if "--enable-lora" in sys.argv:
+        _do_without_pinned_memory()
 
 if __name__ == "__main__":
     _serve()

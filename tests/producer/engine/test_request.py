@@ -55,7 +55,7 @@ def test_keys_that_ask_for_nothing_are_accepted(limits: Limits):
         ({"stream": "yes"}, "stream must be true or false"),
         ({"token_ids_logprob": [1]}, "token_ids_logprob is not supported"),
         ({"return_hidden_states": True}, "return_hidden_states is not supported"),
-        ({"lora_path": "x"}, "lora_path is not supported"),
+        ({"lora_path": 7}, "lora_path must be the name"),
         ({"text": "1"}, "Either text, input_ids"),
         ({"input_ids": None}, "Either text, input_ids"),
         ({"input_ids": []}, "input_ids cannot be empty"),

@@ -7,6 +7,7 @@ import pytest
 from producer.engine.config import EngineConfig
 from producer.engine.sglang.arguments import LAUNCH, Place, server_arguments
 from protocol.errors import ConfigError
+from weightsync.lora import LoraConfig
 
 PLACE = Place(index=2, port=31000, rendezvous_port=31001, boot_nonce="ab12", seed=(1 << 40) + 7)
 
@@ -101,3 +102,18 @@ def test_what_would_break_the_host_is_refused_with_the_reason(args: tuple[str, .
 )
 def test_whatever_else_sglang_knows_passes_through(args: tuple[str, ...]):
     assert set(args) <= set(server_arguments(EngineConfig(kind="sglang", args=args), PLACE, model="/m", longest=24, context=0))
+
+
+def test_a_run_whose_versions_are_adapters_starts_servers_that_take_them():
+    lora = LoraConfig(rank=8, publish="adapter", keep_loaded=3, target_modules=["q_proj", "down_proj"])
+
+    def started(device: str, lora: LoraConfig) -> str:
+        settings = EngineConfig(kind="sglang", device=device)  # type: ignore[arg-type]
+        return " ".join(server_arguments(settings, PLACE, model="/m", longest=24, context=0, lora=lora))
+
+    on_gpu, on_cpu = (started(device, lora) for device in ("cuda", "cpu"))
+    flags = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj down_proj --max-loras-per-batch 5"
+    assert flags in on_gpu
+    assert f"{flags} --lora-backend torch_native" in on_cpu, "the others are kernels for GPUs"
+    assert "--lora-backend" not in on_gpu
+    assert "--enable-lora" not in started("cuda", lora.model_copy(update={"publish": "merged"}))

@@ -1,0 +1,49 @@
+"""A small real run that trains an adapter: `rollstream up` to its end, by both ways of publishing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.audit import read_audit
+from deploy.summary import read_summary
+from producer.rewards import RewardSample
+from tests.deploy.test_up_transports import STEPS, up, write_run
+
+CLOSE = 1e-4
+"""Nats between the trainer's logprob of a token and the engine's, at the same version."""
+
+
+async def reward(sample: RewardSample) -> float:
+    """Differs among the responses of a random model, so that every step has something to learn."""
+    return float(sum(token % 2 for token in sample.response_ids))
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("publish", "kind", "transport"), [("adapter", "adapter", "adapter"), ("merged", "full", "store")])
+def test_versions_of_an_adapter_reach_both_engines_and_each_token_has_the_trainers_logprob(tmp_path: Path, publish: str, kind: str, transport: str):
+    path = write_run(tmp_path, {}, {"pipeline_depth": 0.0})
+    lora = {"rank": 4, "publish": publish, "use_rslora": True}
+    settings = path.read_text().replace("deploy.demo.task:reward", "tests.deploy.test_lora_run:reward")
+    path.write_text(settings + "[lora]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in lora.items()))
+    up(path)
+    summary = read_summary(tmp_path / "run")
+    assert (summary["steps"], summary["groups_lost"], summary["disagreements"], summary["staleness"]["max"]) == (STEPS, 0, [], 0)
+    events = asyncio.run(read_audit(tmp_path / "run" / "audit.jsonl"))
+    published = [event.fields for event in events if event.op == "published"]
+    assert [(str(one["version"]), one["kind"]) for one in published] == [(f"1:{n}", kind) for n in range(STEPS + 1)]
+    assert len({one["digest"] for one in published}) == STEPS + 1, "the adapter moves"
+    applied = [event.fields for event in events if event.op == "applied"]
+    assert {(one["engine_id"], one["transport"]) for one in applied} == {("t-engine-0", transport), ("t-engine-1", transport)}
+    assert all((one["pause_s"] == 0) == (publish == "adapter") for one in applied), "no engine stands still for an adapter"
+    assert not [event for event in events if event.op == "unfit"]
+    steps: list[dict[str, Any]] = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == STEPS
+    assert max(step["logprob_diff_p99"] for step in steps) < CLOSE
+    saved = {file.name for file in (tmp_path / "run" / "checkpoint").glob("step-*/model/*")}
+    assert saved == {"adapter_config.json", "adapter_model.safetensors"}
