@@ -47,7 +47,7 @@ from protocol.errors import ConfigError, Fenced, RunExists
 from protocol.failpoints import Failpoint, failpoint
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
-from protocol.messages import Seq, TrainerStatus
+from protocol.messages import Edge, Seq, TrainerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Wakeups, wakeups
 from weightsync.channel import Channel
@@ -327,7 +327,9 @@ async def _train_and_end(loop: TrainingLoop, mender: Mender, registry: Registry,
     reason = await loop.run(stop)
     version = await loop.publish_now(PUBLISH_S)
     await loop.checkpoint_now()
-    if behind := await registry.wait_acks(version, waker, apply_s=weights.apply_deadline_s, most_paused=weights.max_paused):
+    with loop.waiting_for(Edge.NO_ACK):
+        behind = await registry.wait_acks(version, waker, apply_s=weights.apply_deadline_s, most_paused=weights.max_paused)
+    if behind:
         _LOG.warning("the run ends without these engines at %s: %s", version, ", ".join(behind))
     failpoint(Failpoint.TRAINER_BEFORE_DRAIN)
     await mender.drain(version.incarnation, reason)

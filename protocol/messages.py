@@ -67,6 +67,8 @@ class Edge(StrEnum):
     NO_TRAINER = "no trainer"
     FIRST_EVALUATION = "first evaluation"
     """Nothing is generated for training before it is recorded."""
+    NO_ACK = "no ack"
+    """The last step is trained; the run ends once its engines serve the version."""
 
 
 class EngineState(StrEnum):
