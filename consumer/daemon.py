@@ -164,9 +164,7 @@ async def run_trainer(
 
 
 @contextlib.asynccontextmanager
-async def _ranks(
-    config: TrainerDaemonConfig, place: Place | None, worker: Worker, start_others: StartOthers | None
-) -> AsyncIterator[Leading | None]:
+async def _ranks(config: TrainerDaemonConfig, place: Place | None, worker: Worker, start_others: StartOthers | None) -> AsyncIterator[Leading | None]:
     """The other ranks, if there are to be some."""
     if place is None:
         yield None

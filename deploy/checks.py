@@ -61,8 +61,8 @@ def check_stores(config: UpConfig) -> None:
 
 
 def check_carrier(weights: WeightsConfig, run: RunConfig, *, device: str = "") -> None:
-    """Whether this machine has what its relay or weight server needs, for `up`, which starts one here; a file alone may be for another machine. `device`: that its weight
-    server would send from.
+    """Whether this machine has what its relay or weight server needs, for `up`, which starts one here; a file alone may be for another machine.
+    `device`: what its weight server would send from.
 
     Raises: `ConfigError`: no such GPU, or a folder of copies that cannot be written to.
     """
@@ -99,7 +99,8 @@ def check_gpu(weights: WeightsConfig, device: str = "") -> None:
     if int(device.partition(":")[2] or 0) >= int(asked.stdout):
         which = "a GPU that is no engine's, the trainer's if it can" if weights.transport == "nccl" else "the engines' GPU"
         raise ConfigError(
-            f'weights.transport = "{weights.transport}": its weight server would send from {device}, and torch sees {asked.stdout.strip()} here: it needs {which}; '
+            f'weights.transport = "{weights.transport}": its weight server would send from {device}, and torch sees {asked.stdout.strip()} here: it '
+            f"needs {which}; "
             'use "store", "delta" or "ipc", or leave it a GPU by trainer.device and engine.gpu'
         )
 

@@ -41,7 +41,8 @@ class RankActor:
 class RayRanks:
     """`consumer.ranks.children.Others` on a Ray cluster, in the actor of rank 0: rank `r` sits in bundle `bundles[r]` of that actor's group.
 
-    A bundle whose node is lost is found another place by Ray; a rank waits for that, and rank 0 for the rank, as long as ranks wait for each other at their start.
+    A bundle whose node is lost is found another place by Ray. A rank waits for that, and rank 0 for the rank, as long as ranks wait for each other at their
+    start.
     """
 
     def __init__(self, settings: Settings, bundles: Sequence[int], place: Place, lost: Lost, *, cpus: float) -> None:

@@ -37,8 +37,8 @@ from deploy.redis_server import ServerCommand, server_command, wait_ready
 from deploy.snapshot import PictureSource, picture_source
 from deploy.up.launcher import Hooks, Launcher
 from deploy.up.plan import check_layout, plan
-from deploy.up.server_device import server_device
 from deploy.up.records import write_atomically
+from deploy.up.server_device import server_device
 from deploy.up.supervisor import Child, Finish, Policy, Role
 from deploy.up.wishes import Wishes
 from protocol.config import load

@@ -1,11 +1,12 @@
 """Which device the weight server of `rollstream up` sends from. Pure.
 
-| `weights.transport` | device | since |
-| --- | --- | --- |
-| gloo | the CPU | it sends from host memory |
-| nccl | the trainer's GPU, where the snapshot lies; where an engine has that one too, or the trainer has none, the first that is no engine's | two ends of one transfer cannot share a GPU |
-| ipc | the engines' GPU; of several the trainer's, else the first | an engine reads the memory of its own GPU; those on others take versions from the store |
+| `weights.transport` | device |
+| --- | --- |
+| gloo | the CPU: it sends from host memory |
+| nccl | the trainer's GPU, where the snapshot lies; where an engine has that one too, or the trainer has none, the first that is no engine's |
+| ipc | the engines' GPU; of several the trainer's, else the first |
 
+The two ends of a transfer by NCCL cannot share a GPU. By handle an engine reads the memory of its own GPU, so those on others take versions from the store.
 The weight server itself says so where the GPU is not there, and `deploy.checks` before anything starts.
 """
 
