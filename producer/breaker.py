@@ -4,10 +4,10 @@
                                                                                             ▲                     └──the probe fails──┐
                                                                                             └────────── twice the rest ───────────────┘
 
-One request in twenty that fails opens nothing; an engine that is dead gets one request a rest, which is the probe: any request, that of a real sample. Failures are
-counted among requests that *started* one after the other: of many that start at once those that fail are over first, and by their ends there would be a row of
-them. What was under way when it opened says nothing of now: neither its success nor its failure counts. That holds for a probe too: its first token closes the breaker, and by
-its last one there may be another opening with a probe of its own. So probes have numbers.
+One request in twenty that fails opens nothing; an engine that is dead gets one request a rest, which is the probe: any request, that of a real sample.
+Failures are counted among requests that *started* one after the other: of many that start at once those that fail are over first, and by their ends there would
+be a row of them. What was under way when it opened says nothing of now: neither its success nor its failure counts. That holds for a probe too: its first token
+closes the breaker, and by its last one there may be another opening with a probe of its own. So probes have numbers.
 
 >>> breaker = Breaker()
 >>> [breaker.failed(now=0.0, reason="broke the connection") for _ in range(IN_A_ROW)], breaker.admits(0.1)

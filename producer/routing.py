@@ -206,7 +206,9 @@ class Routing:
         certain: bool = False,
         exile: bool = False,
     ) -> bool:
-        """The request, which started as `number`, is over by a fault of the engine. True: it rests now. Requests that fail while it rests already do not make the rest longer."""
+        """The request, which started as `number`, is over by a fault of the engine. True: it rests now. Requests that fail while it rests already do not make
+        the rest longer.
+        """
         return self._over(key, cost).failed(now=now, reason=reason, probe=probe, number=number, certain=certain, exile=exile)
 
     def blamed(self, key: EngineKey, *, now: float, reason: str, number: int = 0) -> bool:
