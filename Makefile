@@ -102,7 +102,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights
+	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights -p benchmarks.failures
 	$(BIN)/mypy --explicit-package-bases benchmarks/gpu/*.py
 	$(BIN)/lint-imports
 

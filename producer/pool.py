@@ -181,8 +181,16 @@ class EnginePool:
         `certain`: one such failure is enough. `exile`: its answers are of no use, so it rests long, unless it is a router, behind which others are.
         """
         exile = exile and seat.id != _ROUTER
-        told = {"reason": reason, "certain": certain, "exile": exile}
-        rests = self._routing.refused(seat.engine.key, now=time.monotonic(), cost=seat.cost, probe=seat.probe, number=seat.number, **told)
+        rests = self._routing.refused(
+            seat.engine.key,
+            now=time.monotonic(),
+            cost=seat.cost,
+            probe=seat.probe,
+            number=seat.number,
+            reason=reason,
+            certain=certain,
+            exile=exile,
+        )
         return self._rests(seat, reason) if rests else False
 
     def blame(self, seat: Seat, reason: str) -> bool:

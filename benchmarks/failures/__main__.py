@@ -28,6 +28,7 @@ import uvloop
 
 from benchmarks.failures.engine import ClockedEngine
 from buffer.config import BufferConfig
+from buffer.contract import Granted
 from buffer.redis_ledger import RedisLedger
 from deploy.redis_server import redis_server
 from producer.config import GroupFilter, ProducerConfig
@@ -53,7 +54,7 @@ class _NoText:
 
     eos_ids: frozenset[int] = frozenset()
 
-    def __call__(self, _ids: Sequence[int], *, special: bool = False) -> str:
+    def __call__(self, ids: Sequence[int], *, special: bool = False) -> str:
         return ""
 
 
@@ -90,7 +91,9 @@ async def side(options: argparse.Namespace, url: str, *, share: float, stream: b
         watch = asyncio.create_task(sampler.watch())
         stack.callback(watch.cancel)
         inflight = int(options.over * options.engines * options.slots) // options.group_size
-        (slot,) = (await ledger.reserve("o" * 16, "r", 1, max_bytes=1 << 16)).slots
+        granted = await ledger.reserve("o" * 16, "r", 1, max_bytes=1 << 16)
+        assert isinstance(granted, Granted)
+        (slot,) = granted.slots
         slots = (dataclasses.replace(slot, seq=Seq(number)) for number in itertools.count())
 
         async def one_after_the_other() -> list[Any]:
@@ -139,12 +142,12 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.failures", description=__doc__)
     parser.add_argument("--share", type=float, default=0.05, help="of requests that fail, at a random token or before any")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--slots", type=int, default=32, help="requests that an engine decodes at once")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=10, help="one after the other in each place in flight")
-    parser.add_argument("--over", type=float, default=1.25, help="requests in flight for each slot")
+    parser.add_argument("--groups", type=int, default=14, help="one after the other in each place in flight")
+    parser.add_argument("--over", type=float, default=1.5, help="requests in flight for each slot")
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
     parser.add_argument("--tick-s", type=float, default=0.05, help="the engines' token clock")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
