@@ -107,7 +107,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights -p benchmarks.learning
+	$(BIN)/mypy -p benchmarks.simulator -p benchmarks.weights -p benchmarks.learning -p benchmarks.failures
 	$(BIN)/mypy --explicit-package-bases benchmarks/gpu/*.py
 	$(BIN)/lint-imports
 

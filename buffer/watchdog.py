@@ -6,6 +6,7 @@
        │         ▲  ▲                                     │
        │         │  └──────── no version, no run ─────────┘
        └─ no version (nothing newer is published)              └── no teacher ──► teacher
+                                        trainer ── no ack, at the end of the run ──► engines
 
 Who waits says for what, but the ledger checks in a fixed order: a run whose trainer died tells its producers `no slot`, since the slots ran out first. So the
 arrows are followed to the one that waits for nobody: that is the edge reported, with everybody who waits because of it.
@@ -81,7 +82,8 @@ def blocked(seen: Seen, *, patience_s: float) -> tuple[Stall, ...]:
     if seen.ledger.state is RunState.DRAINING:
         return ()
     look = _Look(seen, seen.ledger, patience_s)
-    found = [stall for stall in (look.trainer_gone(), look.producers_gone(), look.generation(), look.trainer_slow(), look.no_group()) if stall is not None]
+    looks = (look.trainer_gone(), look.producers_gone(), look.generation(), look.trainer_slow(), look.no_group(), look.no_ack())
+    found = [stall for stall in looks if stall is not None]
     return tuple(sorted(found, key=lambda stall: stall.since))
 
 
@@ -121,6 +123,10 @@ def _takes(engine: EngineStatus) -> str:
     if engine.trouble:
         return f" and cannot take a newer one ({engine.trouble})"
     return f", takes {engine.target}" if engine.target else ""
+
+
+def _serves(engine: EngineStatus, version: Version) -> bool:
+    return engine.state is EngineState.ROUTABLE and engine.version is not None and engine.version >= version
 
 
 class _Look:
@@ -301,6 +307,22 @@ class _Look:
         what_to_do = "look at the logs of the producers" + (" and `rollstream letters list`" if ledger.letters else "") + ", or add engines"
         waiting = _waiting(self._seen, Edge.NO_GROUP, Edge.NO_SLOT)
         return Stall(edge=Edge.NO_GROUP, since=trainer.waiting_since, waiting=_told(waiting), why=why, what_to_do=what_to_do)
+
+    def no_ack(self) -> Stall | None:
+        """The run is trained to its end, and waits for engines that do not serve its last version yet; with it, whoever waits for a slot."""
+        trainer = self._trainer
+        if trainer is None or trainer.waiting_for is not Edge.NO_ACK:
+            return None
+        last = Version(self._ledger.incarnation, self._ledger.trained)
+        late = [one for one in self._seen.engines if one.fleet == "rollout" and not _serves(one, last)]
+        states = [f"{one.engine_id} is {one.state}{_takes(one)}" + (f" ({one.reason})" if one.reason else "") for one in late]
+        return Stall(
+            edge=Edge.NO_ACK,
+            since=trainer.waiting_since,
+            waiting=_told(_waiting(self._seen, Edge.NO_ACK, Edge.NO_SLOT)),
+            why=f"step {last.n} was the last, and the run ends once its engines serve {last}: {_some(states) or 'one of them is gone'}",
+            what_to_do="it ends without them at their deadline (weights.apply_deadline_s of each); look at their logs",
+        )
 
     def _and_trainer(self, waiting: Sequence[_Wait]) -> tuple[str, ...]:
         """With the trainer, if it waits for the groups that are not made."""

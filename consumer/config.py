@@ -135,6 +135,7 @@ class TrainerDaemonConfig(Tree):
         check_adapters(self.lora, self.weights, self.placement)
         self.trackers.check()
         check_turns(self.placement, self.buffer)
+        check_ranks(self.placement, self.trainer.ranks)
         check_model_folder(self.model_folder)
         if self.critic.model_path:
             check_model_folder(Path(self.critic.model_path).absolute(), key="critic.model_path")
@@ -216,6 +217,12 @@ def check_turns(placement: PlacementConfig, buffer: BufferConfig) -> None:
             f"placement.layout colocated with buffer.pipeline_depth {buffer.pipeline_depth:g}: trainer and engines take turns, so a step is generated, then "
             "trained; set buffer.pipeline_depth = 0, or another layout"
         )
+
+
+def check_ranks(placement: PlacementConfig, ranks: int) -> None:
+    """Whether several ranks can share a device with engines by turns: they cannot. Raises: `ConfigError`."""
+    if placement.layout == "colocated" and ranks > 1:
+        raise ConfigError("placement.layout colocated with several ranks of the trainer: none of them gives its device away; use another layout, or one rank")
 
 
 def group_bytes(rollout: RolloutConfig, loss: LossConfig = _PLAIN_LOSS) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import importlib
 import logging
 import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,7 @@ from consumer.journal import JournalTail
 from consumer.keeper import Keeper
 from consumer.loop import Parts, TrainingLoop
 from consumer.mending import Mender, beyond, checkpoints_on_line, freed_groups, history_on_disk, newest_incarnation, swept
+from consumer.ranks.children import Children, StartOthers
 from consumer.ranks.crew import Alone, Crew
 from consumer.ranks.making import make_backend
 from consumer.ranks.place import Place
@@ -45,7 +47,7 @@ from protocol.errors import ConfigError, Fenced, RunExists
 from protocol.failpoints import Failpoint, failpoint
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
-from protocol.messages import Seq, TrainerStatus
+from protocol.messages import Edge, Seq, TrainerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Wakeups, wakeups
 from weightsync.channel import Channel
@@ -112,11 +114,11 @@ async def run_trainer(
     abandon: bool = False,
     settings: BufferConfig | None = None,
     place: Place | None = None,
-    arguments: Sequence[str] = (),
+    start_others: StartOthers | None = None,
 ) -> None:
     """Train until the run ends. `new_as`: make the run with this identity; None: it is there, with `settings` (None: those of `config`). `from_step`: the
     checkpoint to resume from; None: the newest, also where the ledger lost it (rule R1). `abandon`: what followed `from_step` is given up, not trained again.
-    `place`: rank 0 of several; those that it starts itself get `arguments`, a command line of `rl-trainer`.
+    `place`: rank 0 of several; `start_others` starts those that it starts itself.
 
     Order of stopping: training ends at a step's edge, the final version is published, the final checkpoint registered, engines ack to a deadline, the run
     drains; then heartbeats, upkeep, publisher, wake-ups and the spill of the audit stream close.
@@ -125,7 +127,7 @@ async def run_trainer(
     storage = open_storage(settings or config.buffer, config.run.name)
     about = None if new_as is None else RecordingAbout(run=config.run.name, identity=new_as, settings=config.buffer)
     await asyncio.to_thread(claim_storage, storage, about)
-    async with Worker() as worker, _ranks(config, place, worker, arguments) as ranks:
+    async with Worker() as worker, _ranks(config, place, worker, start_others) as ranks:
         back = None if from_step is None else _Back(step=from_step, abandon=abandon)
         start = await _start_from(config, ledger, await _backend(config, ranks, worker), worker, new_as=new_as, back=back)
         await asyncio.to_thread(make_folder, config.run.folder)
@@ -162,13 +164,13 @@ async def run_trainer(
 
 
 @contextlib.asynccontextmanager
-async def _ranks(config: TrainerDaemonConfig, place: Place | None, worker: Worker, arguments: Sequence[str]) -> AsyncIterator[Leading | None]:
+async def _ranks(config: TrainerDaemonConfig, place: Place | None, worker: Worker, start_others: StartOthers | None) -> AsyncIterator[Leading | None]:
     """The other ranks, if there are to be some."""
     if place is None:
         yield None
         return
     leader = await worker.call(importlib.import_module, "consumer.ranks.leader")  # torch
-    async with leader.leading(config, place, worker, arguments) as found:
+    async with leader.leading(config, place, worker, start_others or functools.partial(Children, ())) as found:
         yield found
 
 
@@ -323,7 +325,9 @@ async def _train_and_end(loop: TrainingLoop, mender: Mender, registry: Registry,
     reason = await loop.run(stop)
     version = await loop.publish_now(PUBLISH_S)
     await loop.checkpoint_now()
-    if behind := await registry.wait_acks(version, waker, apply_s=weights.apply_deadline_s, most_paused=weights.max_paused):
+    with loop.waiting_for(Edge.NO_ACK):
+        behind = await registry.wait_acks(version, waker, apply_s=weights.apply_deadline_s, most_paused=weights.max_paused)
+    if behind:
         _LOG.warning("the run ends without these engines at %s: %s", version, ", ".join(behind))
     failpoint(Failpoint.TRAINER_BEFORE_DRAIN)
     await mender.drain(version.incarnation, reason)

@@ -11,13 +11,14 @@ The other order would leave a trained step that no witness saw, which is exactly
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -151,6 +152,15 @@ class TrainingLoop:
             self._submit(await self._parts.worker.call(self._look, publish=True))
         await self._parts.publisher.drain(deadline_s)
         return version
+
+    @contextlib.contextmanager
+    def waiting_for(self, edge: Edge) -> Iterator[None]:
+        """What heartbeats say while the context is open, where no step waits."""
+        self._show(edge=edge)
+        try:
+            yield
+        finally:
+            self._show()
 
     async def run(self, stop: asyncio.Event) -> str:
         """Why training ended, at a step's edge: nothing of an unfinished step is in the weights, and no checkpoint is in flight.

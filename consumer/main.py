@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from buffer.config import BufferConfig
 from buffer.durability import Durability
 from buffer.redis_ledger import RedisLedger
 from consumer.blocks import keep_freed_memory
-from consumer.config import TrainerDaemonConfig, check_sections
+from consumer.config import TrainerDaemonConfig, check_ranks, check_sections
 from consumer.daemon import run_trainer
 from consumer.modes import RunHandle, run_recorded, run_shadow
-from consumer.ranks.children import die_with_rank_0
-from consumer.ranks.place import Place, own_place, place_of
+from consumer.ranks.children import Children, StartOthers, die_with_rank_0
+from consumer.ranks.place import LOCAL, Place, own_place, place_of
 from protocol.config import load
 from protocol.connection import check_server, connect
 from protocol.daemon import arguments, run_daemon
@@ -57,13 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_daemon("rl-trainer" if rank == "0" else f"rl-trainer rank {rank}", lambda stop: train(options, stop))
 
 
-async def train(options: argparse.Namespace, stop: asyncio.Event) -> None:
+async def train(options: argparse.Namespace, stop: asyncio.Event, *, address: str = LOCAL, start_others: StartOthers | None = None) -> None:
     """Check, then hand over to `consumer.daemon`, on ranks above 0 to `consumer.ranks.follower`, or to `consumer.modes` for what takes nothing from a run.
 
+    Ranks that nobody has started are started by `start_others`, and meet at `address`, which is this host's; without, they are processes of this host.
     Raises: `ConfigError`, `RedisUnavailable`.
     """
     config = load(TrainerDaemonConfig, options.config, sets=options.set)
-    place = _place(config, alone=options.recorded is not None or options.shadow is not None)
+    place = _place(config, address, alone=options.recorded is not None or options.shadow is not None)
     if options.recorded is not None:
         await run_recorded(config, options.recorded, stop)
         return
@@ -99,12 +101,13 @@ async def train(options: argparse.Namespace, stop: asyncio.Event) -> None:
         new_as = identity if options.new else None
         arguments = ["-c", options.config, *(part for item in options.set for part in ("--set", item)), "--resume"]
         back = {"from_step": options.from_step, "abandon": options.abandon}
-        await run_trainer(config, ledger, client, keys, stop, new_as=new_as, settings=of_run, place=place, arguments=arguments, **back)
+        start = start_others or functools.partial(Children, arguments)
+        await run_trainer(config, ledger, client, keys, stop, new_as=new_as, settings=of_run, place=place, start_others=start, **back)
     finally:
         await client.aclose()
 
 
-def _place(config: TrainerDaemonConfig, *, alone: bool) -> Place | None:
+def _place(config: TrainerDaemonConfig, address: str, *, alone: bool) -> Place | None:
     """None: one process is the trainer. Raises: `ConfigError` for what several ranks cannot do."""
     found = place_of(os.environ, config.trainer.ranks)
     if alone:
@@ -112,9 +115,9 @@ def _place(config: TrainerDaemonConfig, *, alone: bool) -> Place | None:
             raise ConfigError(f"--shadow and --recorded train in one process, and {found.ranks} were started (WORLD_SIZE): start one")
         return None
     if found is None and config.trainer.ranks > 1:
-        found = own_place(config.trainer.ranks)
-    if found is not None and config.placement.layout == "colocated":
-        raise ConfigError("placement.layout colocated with several ranks of the trainer: none of them gives its device away; use another layout, or one rank")
+        found = own_place(config.trainer.ranks, address)
+    if found is not None:
+        check_ranks(config.placement, found.ranks)
     return found
 
 

@@ -64,13 +64,14 @@ def check_stores(config: UpConfig) -> None:
     relay_folder(config.weights, config.run)
 
 
-def check_carrier(weights: WeightsConfig, run: RunConfig) -> None:
+def check_carrier(weights: WeightsConfig, run: RunConfig, *, device: str = "") -> None:
     """Whether this machine has what its relay or weight server needs, for `up`, which starts one here; a file alone may be for another machine.
+    `device`: what its weight server would send from.
 
-    Raises: `ConfigError`: no GPU, or a folder of copies that cannot be written to.
+    Raises: `ConfigError`: no such GPU, or a folder of copies that cannot be written to.
     """
     if weights.transport in _FROM_GPU:
-        check_gpu(weights)
+        check_gpu(weights, device)
     if weights.transport == "delta" or is_url(weights.store):
         folder = relay_folder(weights, run)
         try:
@@ -82,10 +83,11 @@ def check_carrier(weights: WeightsConfig, run: RunConfig) -> None:
             raise ConfigError(f"weights.relay: nothing can be written to {folder}; choose another folder, or make it writable")
 
 
-def check_gpu(weights: WeightsConfig) -> None:
-    """Whether torch sees a GPU here, which a weight server of this transport sends from. It is asked in a process of its own, as `up` needs no torch.
+def check_gpu(weights: WeightsConfig, device: str = "") -> None:
+    """Whether torch sees a GPU here, and `device`, which a weight server of this transport sends from. It is asked in a process of its own, as `up` needs
+    no torch.
 
-    Raises: `ConfigError` if it sees none, or cannot be asked.
+    Raises: `ConfigError` if it does not, or cannot be asked.
     """
     wanted = f'weights.transport = "{weights.transport}" needs a GPU here, for the weight server'
     instead = 'use "store", "delta" or "gloo", or a machine with one'
@@ -98,6 +100,13 @@ def check_gpu(weights: WeightsConfig) -> None:
         raise ConfigError(f"{wanted}: torch cannot be asked for one ({why:.300}); {instead}")
     if asked.stdout.strip() == "0":
         raise ConfigError(f"{wanted}, and torch sees none (driver, CUDA_VISIBLE_DEVICES, a torch built for CPUs?); {instead}")
+    if int(device.partition(":")[2] or 0) >= int(asked.stdout):
+        which = "a GPU that is no engine's, the trainer's if it can" if weights.transport == "nccl" else "the engines' GPU"
+        raise ConfigError(
+            f'weights.transport = "{weights.transport}": its weight server would send from {device}, and torch sees {asked.stdout.strip()} here: it '
+            f"needs {which}; "
+            'use "store", "delta" or "ipc", or leave it a GPU by trainer.device and engine.gpu'
+        )
 
 
 def check_weights(folder: Path) -> None:

@@ -156,7 +156,7 @@ def demand_of(config: UpConfig) -> Demand:
     of_kind = engine.tp if engine.kind == "sglang" and engine.device == "cuda" else 0
     return Demand(
         layout=layout,
-        trainer_ranks=placement.trainer_ranks,
+        trainer_ranks=config.trainer.ranks,
         trainer_gpus=placement.trainer_gpus or int(config.trainer.device != "cpu"),
         critic=placement.critic,
         engines=engine.count,

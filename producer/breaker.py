@@ -1,12 +1,13 @@
 """Whether an engine that failed may be asked again: a pure core, no clock.
 
-    CLOSED ──`IN_A_ROW` failures, or half of the last `WINDOW`, or one that is certain──► OPEN ──rest over──► HALF OPEN ──the probe is answered──► CLOSED
+    CLOSED ──`IN_A_ROW` failures, or half of `WINDOW`, or one that is certain──► OPEN ──rest over──► HALF OPEN ──the probe is answered──► CLOSED
                                                                                             ▲                     └──the probe fails──┐
                                                                                             └────────── twice the rest ───────────────┘
 
-One request in twenty that fails opens nothing; an engine that is dead gets one request a rest, which is the probe: any request, that of a real sample. What was
-under way when it opened says nothing of now: neither its success nor its failure counts. That holds for a probe too: its first token closes the breaker, and by
-its last one there may be another opening with a probe of its own. So probes have numbers.
+One request in twenty that fails opens nothing; an engine that is dead gets one request a rest, which is the probe: any request, that of a real sample.
+Failures are counted among requests that *started* one after the other: of many that start at once those that fail are over first, and by their ends there would
+be a row of them. What was under way when it opened says nothing of now: neither its success nor its failure counts. That holds for a probe too: its first token
+closes the breaker, and by its last one there may be another opening with a probe of its own. So probes have numbers.
 
 >>> breaker = Breaker()
 >>> [breaker.failed(now=0.0, reason="broke the connection") for _ in range(IN_A_ROW)], breaker.admits(0.1)
@@ -23,10 +24,13 @@ from dataclasses import dataclass
 
 IN_A_ROW = 3
 WINDOW = 20
+"""Requests in the order of their starts: one that failed, and those right before it."""
+_KNOWN = 4096
+"""Starts that are remembered; of one before them nothing is made any more."""
 FIRST_REST_S, LONGEST_REST_S = 0.5, 15.0
 FIRST_EXILE_S, LONGEST_EXILE_S = 8.0, 120.0
 """Rests of an engine whose answers are of no use: a person, or new weights, must mend it, and each probe costs a sample an attempt."""
-_MASK = (1 << WINDOW) - 1
+_ROW, _LAST = (1 << IN_A_ROW) - 1, (1 << WINDOW) - 1
 
 
 @dataclass(slots=True)
@@ -41,9 +45,10 @@ class Breaker:
     """Number of the probe under way; 0: none is."""
     _probes: int = 0
     """So many have been sent."""
-    _in_a_row: int = 0
-    _recent: int = 0
-    """Outcomes, newest in the lowest bit; 1: failed."""
+    number: int = 0
+    """Of the request that started last."""
+    _failures: int = 0
+    """By start, the last one in the lowest bit; 1: it has failed."""
     _openings: int = 0
     """In a row."""
 
@@ -56,33 +61,33 @@ class Breaker:
         return not self.reason or (not self.probing and self.until <= now)
 
     def started(self) -> int:
-        """A request that was admitted went there: the number of the probe that it is; 0: it is none."""
+        """A request that was admitted went there, as `number`: the number of the probe that it is; 0: it is none."""
+        self._start()
         if not self.reason:
             return 0
         self._probes += 1
         self._probe = self._probes
         return self._probe
 
-    def succeeded(self, *, probe: int) -> bool:
-        """A request was answered; True: that closed it."""
-        if not self.reason:
-            self._in_a_row = 0
-            self._recent = self._recent << 1 & _MASK
-        elif self._is(probe):
-            self.reason, self._probe, self._in_a_row, self._recent, self._openings = "", 0, 0, 0, 0
-            return True
-        return False
+    def succeeded(self, *, probe: int, number: int = 0) -> bool:
+        """A request was answered; True: that closed it. `number`: as it started; 0: just now."""
+        if not number:
+            self._start()
+        if not self.reason or not self._is(probe):
+            return False
+        self.reason, self._probe, self._failures, self._openings = "", 0, 0, 0
+        return True
 
-    def failed(self, *, now: float, reason: str, probe: int = 0, certain: bool = False, exile: bool = False) -> bool:
+    def failed(self, *, now: float, reason: str, probe: int = 0, number: int = 0, certain: bool = False, exile: bool = False) -> bool:
         """A request failed by the engine's fault; True: that opened it, again or for the first time.
 
-        `certain`: one such failure is enough. `exile`: its answers are of no use.
+        `number`: as it started; 0: just now. `certain`: one such failure is enough. `exile`: its answers are of no use.
         """
         if self.reason and not self._is(probe):
             return False
-        self._in_a_row += 1
-        self._recent = (self._recent << 1 | 1) & _MASK
-        if not (self.reason or certain or self._in_a_row >= IN_A_ROW or 2 * self._recent.bit_count() >= WINDOW):
+        if not number:
+            number = self._start()
+        if not (self._too_many(self.number - number) or self.reason or certain):
             return False
         first_s, longest_s = (FIRST_EXILE_S, LONGEST_EXILE_S) if exile else (FIRST_REST_S, LONGEST_REST_S)
         self.reason, self._probe = reason or "failed", 0
@@ -96,6 +101,17 @@ class Breaker:
             return False
         self._probe = 0
         return True
+
+    def _start(self) -> int:
+        self.number += 1
+        self._failures = self._failures << 1 & (1 << _KNOWN) - 1
+        return self.number
+
+    def _too_many(self, age: int) -> bool:
+        """With the failure of the request that started `age` others ago."""
+        self._failures |= (1 << age) & (1 << _KNOWN) - 1
+        rows = (self._failures >> first & _ROW for first in range(max(0, age - IN_A_ROW + 1), age + 1))
+        return any(row == _ROW for row in rows) or 2 * (self._failures >> age & _LAST).bit_count() >= WINDOW
 
     def _is(self, probe: int) -> bool:
         """`probe` is the number of the one under way."""

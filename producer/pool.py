@@ -47,6 +47,8 @@ class Seat:
 
     engine: Engine
     cost: float
+    number: int
+    """Of the request, among those that its engine got."""
     probe: int
     """The number of the probe that tells whether an engine that rested is well again; 0: it is none."""
 
@@ -138,7 +140,10 @@ class EnginePool:
 
         def take() -> Seat | None:
             engine = self._routing.choose(min_version, avoid=avoid, now=time.monotonic(), exact=exact, fleet=fleet, prefix=prefix, cost=cost)
-            return None if engine is None else Seat(engine=engine, cost=cost, probe=self._routing.started(engine.key, cost=cost, prefix=prefix))
+            if engine is None:
+                return None
+            probe = self._routing.started(engine.key, cost=cost, prefix=prefix)
+            return Seat(engine=engine, cost=cost, number=self._routing.number(engine.key), probe=probe)
 
         if (seat := take()) is not None:
             return seat
@@ -165,7 +170,7 @@ class EnginePool:
 
     def release(self, seat: Seat, *, answered: bool = True) -> None:
         """The request is over, answered or given up by us."""
-        if self._routing.finished(seat.engine.key, answered=answered, cost=seat.cost, probe=seat.probe):
+        if self._routing.finished(seat.engine.key, answered=answered, cost=seat.cost, probe=seat.probe, number=seat.number):
             if answered:
                 self._well(seat)
             self._fire()
@@ -176,12 +181,22 @@ class EnginePool:
         `certain`: one such failure is enough. `exile`: its answers are of no use, so it rests long, unless it is a router, behind which others are.
         """
         exile = exile and seat.id != _ROUTER
-        rests = self._routing.refused(seat.engine.key, now=time.monotonic(), cost=seat.cost, probe=seat.probe, reason=reason, certain=certain, exile=exile)
+        rests = self._routing.refused(
+            seat.engine.key,
+            now=time.monotonic(),
+            cost=seat.cost,
+            probe=seat.probe,
+            number=seat.number,
+            reason=reason,
+            certain=certain,
+            exile=exile,
+        )
         return self._rests(seat, reason) if rests else False
 
     def blame(self, seat: Seat, reason: str) -> bool:
         """A request that failed and is over was of the engine's making after all: another took it. True: that was one too many."""
-        return self._rests(seat, reason) if self._routing.blamed(seat.engine.key, now=time.monotonic(), reason=reason) else False
+        rests = self._routing.blamed(seat.engine.key, now=time.monotonic(), reason=reason, number=seat.number)
+        return self._rests(seat, reason) if rests else False
 
     def _rests(self, seat: Seat, reason: str) -> bool:
         _LOG.warning("engine %s rests: %s", seat.id, reason)

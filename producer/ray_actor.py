@@ -170,8 +170,7 @@ class DaemonActor:
         self._loop: asyncio.AbstractEventLoop | None = None
         """Of the body."""
         self._lock = threading.Lock()
-        for variable in [variable for variable in os.environ if variable.startswith(_OVERRIDES)]:
-            del os.environ[variable]  # of whoever started Ray on this node
+        forget_overrides()
         os.environ[SUPERVISED] = "1"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ.update(settings.secrets)
@@ -315,6 +314,12 @@ class EngineActor(DaemonActor):
         if engine.kind == "sglang" and engine.device == "cuda":  # it sees its own GPUs alone, so the first of them is its first
             here["args"] = (*engine.args, "--base-gpu-id", "0")
         await run_host(config.model_copy(update={"engine": engine.model_copy(update=here)}), _index(self.name), stop)
+
+
+def forget_overrides() -> None:
+    """Settings in this process's environment are those of whoever started Ray on this node: those of the run are in `Settings.sets`."""
+    for variable in [variable for variable in os.environ if variable.startswith(_OVERRIDES)]:
+        del os.environ[variable]
 
 
 def gpus_of(bundles: Sequence[int]) -> list[str]:

@@ -183,22 +183,39 @@ class Routing:
                 del self._homes[next(iter(self._homes))]
         return load.breaker.started()
 
+    def number(self, key: EngineKey) -> int:
+        """Of the request that went there last."""
+        return self._loads[key].breaker.number
+
     def answered(self, key: EngineKey, *, probe: int) -> bool:
         """A request that goes on got something of use. True: the engine is well again."""
-        return (load := self._loads.get(key)) is not None and load.breaker.succeeded(probe=probe)
+        return (load := self._loads.get(key)) is not None and load.breaker.succeeded(probe=probe, number=load.breaker.number)
 
-    def finished(self, key: EngineKey, *, answered: bool = False, cost: float = 1.0, probe: int = 0) -> bool:
+    def finished(self, key: EngineKey, *, answered: bool = False, cost: float = 1.0, probe: int = 0, number: int = 0) -> bool:
         """The request is over; `answered`: the engine is alive. True: the engine may be asked again, as it might not before."""
         breaker = self._over(key, cost)
-        return breaker.succeeded(probe=probe) if answered else breaker.dropped(probe=probe)
+        return breaker.succeeded(probe=probe, number=number) if answered else breaker.dropped(probe=probe)
 
-    def refused(self, key: EngineKey, *, now: float, cost: float = 1.0, probe: int = 0, reason: str = "", certain: bool = False, exile: bool = False) -> bool:
-        """The request is over by a fault of the engine. True: it rests now. Requests that fail while it rests already do not make the rest longer."""
-        return self._over(key, cost).failed(now=now, reason=reason, probe=probe, certain=certain, exile=exile)
+    def refused(
+        self,
+        key: EngineKey,
+        *,
+        now: float,
+        cost: float = 1.0,
+        probe: int = 0,
+        number: int = 0,
+        reason: str = "",
+        certain: bool = False,
+        exile: bool = False,
+    ) -> bool:
+        """The request, which started as `number`, is over by a fault of the engine. True: it rests now. Requests that fail while it rests already do not make
+        the rest longer.
+        """
+        return self._over(key, cost).failed(now=now, reason=reason, probe=probe, number=number, certain=certain, exile=exile)
 
-    def blamed(self, key: EngineKey, *, now: float, reason: str) -> bool:
+    def blamed(self, key: EngineKey, *, now: float, reason: str, number: int = 0) -> bool:
         """A request that is over was of its making after all. True: it rests now."""
-        return (load := self._loads.get(key)) is not None and load.breaker.failed(now=now, reason=reason, exile=True)
+        return (load := self._loads.get(key)) is not None and load.breaker.failed(now=now, reason=reason, number=number, exile=True)
 
     def _over(self, key: EngineKey, cost: float) -> Breaker:
         load = self._loads[key]

@@ -19,6 +19,7 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -108,6 +109,7 @@ class RolloutConfig(Section):
 
 
 class PlacementConfig(Section):
+    moved = MappingProxyType({"trainer_ranks": "trainer.ranks"})
     layout: Literal["disaggregated", "colocated", "external", "trainer_only", "rollout_only"] = Field(
         "disaggregated",
         description="disaggregated: trainer and engines have devices of their own. colocated: they take turns on the same ones, with buffer.pipeline_depth 0. "
@@ -115,8 +117,7 @@ class PlacementConfig(Section):
     )
     gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine of the cluster; an engine's GPUs must lie on one.")
     nodes: int = Field(0, ge=0, description="Machines that the run may take. 0: as many as it needs.")
-    trainer_ranks: int = Field(1, ge=1, description="Processes of the trainer.")
-    trainer_gpus: int = Field(0, ge=0, description="GPUs of each of them. 0: one if trainer.device is a GPU, else none.")
+    trainer_gpus: int = Field(0, ge=0, description="GPUs of each of the trainer.ranks. 0: one if trainer.device is a GPU, else none.")
     critic: bool = Field(False, description="A critic on the trainer's GPUs.")
     engine_gpus: int = Field(0, ge=0, description="GPUs of one engine, over all of its nodes. 0: engine.tp with SGLang on GPUs, else none.")
     engine_nodes: int = Field(1, ge=1, description="Machines that one engine spans, with as many of its GPUs on each.")

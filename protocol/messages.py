@@ -68,6 +68,8 @@ class Edge(StrEnum):
     FIRST_EVALUATION = "first evaluation"
     """Nothing is generated for training before it is recorded."""
     NO_TEACHER = "no teacher"
+    NO_ACK = "no ack"
+    """The last step is trained; the run ends once its engines serve the version."""
 
 
 class EngineState(StrEnum):

@@ -196,10 +196,13 @@ class EngineControl:
     ) -> None:
         """Join a process group. The engine decodes nothing until every rank has joined or its own timeout ends it.
 
-        Raises: `ApplyFailed` before it is asked where a distributed update would end it.
+        Raises: `ApplyFailed` before it is asked where a distributed update would end it, or no group would form.
         """
-        if (replicas := (await self.dialect(deadline_s=min(CALL_S, deadline_s))).replicas) > 1:
-            raise ApplyFailed(f"{self.url} has dp_size {replicas}, and takes distributed updates with 1 only: run one server a replica, or use the store")
+        found = await self.dialect(deadline_s=min(CALL_S, deadline_s))
+        if found.replicas > 1:
+            raise ApplyFailed(f"{self.url} has dp_size {found.replicas}, and takes distributed updates with 1 only: run one server a replica, or use the store")
+        if found.stages > 1:
+            raise ApplyFailed(f"{self.url} has pp_size {found.stages}, and its stages would take each other's ranks in the group: use the store, or delta")
         body = {
             "master_address": master_address,
             "master_port": master_port,

@@ -34,6 +34,8 @@ class Dialect:
     """Tensor-parallel ranks: each joins a group, and takes its own payload of tensors."""
     replicas: int = 1
     """Data-parallel ones: with more than one, SGLang ends itself at a distributed update."""
+    stages: int = 1
+    """Pipeline-parallel ones: each numbers its ranks from the first in a group for updates, so with more than one such a group never forms."""
 
     def pause_mode(self, wanted: PauseMode) -> PauseMode:
         """`wanted`, or `abort` where that would leave keys and values of older weights to new requests.
@@ -63,6 +65,7 @@ def dialect(about: Mapping[str, Any], *, sessions: bool | None = None, spans: bo
         overlap=about.get("disable_overlap_schedule", embedded) is not True,
         ranks=_count(about.get("tp_size")),
         replicas=_count(about.get("dp_size")),
+        stages=_count(about.get("pp_size")),
     )
 
 

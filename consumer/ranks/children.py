@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, TypeAlias
 
 from consumer.ranks.place import Place
 from protocol.failpoints import VARIABLE, VICTIM_VARIABLE
@@ -19,16 +19,34 @@ from protocol.failpoints import VARIABLE, VICTIM_VARIABLE
 _LOG = logging.getLogger(__name__)
 _PARENT = "ROLLSTREAM_RANK_0_PID"
 _PR_SET_PDEATHSIG = 1
-_KILL_S = 5.0
+KILL_S = 5.0
+"""What a rank has to end by itself, once nobody needs it."""
+Lost: TypeAlias = Callable[[int, int], None]
+"""Hears of each rank that ends: its number, and its exit code, or the signal that killed it as a negative number."""
+
+
+class Others(Protocol):
+    """Ranks 1 and up of one life of rank 0, while the context is open: started when it is entered, gone when it is left."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None: ...
+
+    async def ended(self, deadline_s: float) -> None:
+        """Return once all have ended, or after `deadline_s`."""
+
+
+StartOthers: TypeAlias = Callable[[Place, Lost], Others]
+"""Where `Place.own_store` says that rank 0 starts them."""
 
 
 class Children:
-    """`async with Children(place, arguments, lost)`: with `place.own_store` ranks 1 and up, as processes; otherwise somebody else started them, and none.
+    """`Others` as processes: with `place.own_store` ranks 1 and up, started with `arguments`; otherwise somebody else started them, and none.
 
     `lost(rank, exit code)` hears of each that ends. On leaving, those that are still there get the time that a rank takes to end by itself, then SIGKILL.
     """
 
-    def __init__(self, place: Place, arguments: Sequence[str], lost: Callable[[int, int], None]) -> None:
+    def __init__(self, arguments: Sequence[str], place: Place, lost: Lost) -> None:
         self._place, self._arguments, self._lost = place, arguments, lost
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._watching: list[asyncio.Task[None]] = []
@@ -45,7 +63,7 @@ class Children:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
-        await self.ended(_KILL_S)
+        await self.ended(KILL_S)
         for rank, process in self._processes.items():
             if process.returncode is None:
                 _LOG.warning("rank %d did not end by itself: killed", rank)
@@ -57,7 +75,6 @@ class Children:
         await asyncio.gather(*self._watching, return_exceptions=True)
 
     async def ended(self, deadline_s: float) -> None:
-        """Return once all have ended, or after `deadline_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 for process in self._processes.values():

@@ -26,7 +26,7 @@ from consumer.batch import ChunkBatch
 from consumer.config import TrainerDaemonConfig
 from consumer.ranks import figures, process_group
 from consumer.ranks.channel import Answer, Call, RankLost
-from consumer.ranks.children import Children
+from consumer.ranks.children import StartOthers
 from consumer.ranks.crew import Collated, Groups
 from consumer.ranks.handing_over import hand_over
 from consumer.ranks.hub import Hub
@@ -155,8 +155,8 @@ class Leading:
 
 
 @contextlib.asynccontextmanager
-async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, arguments: Sequence[str]) -> AsyncIterator[Leading]:
-    """Rank 0 once all ranks are there, each with its backend at the starting weights. `arguments`: the command line of the ranks that are started here.
+async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, start: StartOthers) -> AsyncIterator[Leading]:
+    """Rank 0 once all ranks are there, each with its backend at the starting weights. `start` starts those that nobody else has started.
 
     While the context is open, a rank that fails or is gone ends it, with what that rank says: at once where rank 0 waits for something else, and where it is
     in a collective with it, within seconds; a thread that does not come back from there ends the process. Then, and where rank 0 fails, all others end too.
@@ -168,7 +168,7 @@ async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, arg
     async with Hub(place.ranks, place.listen_at) as hub:
         await worker.call(process_group.tell_channel, store, hub.port, hub.token)
         backend = RankedBackend(hub, asyncio.get_running_loop())
-        async with Children(place, arguments, hub.lost) as children, asyncio.TaskGroup() as group:
+        async with start(place, hub.lost) as others, asyncio.TaskGroup() as group:
             watch = group.create_task(_watch(hub, backend), name="trainer:ranks")
             try:
                 await hub.gather(process_group.JOIN_S)
@@ -176,7 +176,7 @@ async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, arg
                 _LOG.info("%d ranks are here", place.ranks)
                 yield Leading(place, hub, backend)
                 await hub.stop(_LEAVE_S)
-                await children.ended(_LEAVE_S)
+                await others.ended(_LEAVE_S)
                 await worker.call(process_group.leave)
             except BaseException as problem:
                 hub.end(problem)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from buffer.shares import Share
 from protocol.errors import ConfigError
 
+LOCAL = "127.0.0.1"
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,7 +37,7 @@ class Place:
     @property
     def listen_at(self) -> str:
         """The address of rank 0's channel; "": any."""
-        return "127.0.0.1" if self.host in ("127.0.0.1", "localhost") else ""
+        return LOCAL if self.host in (LOCAL, "localhost") else ""
 
     def environment(self, rank: int) -> dict[str, str]:
         """What a rank of this host is started with."""
@@ -74,6 +75,6 @@ def place_of(environ: Mapping[str, str], ranks: int) -> Place | None:
     return Place(rank=rank, ranks=world, local_rank=local, host=environ["MASTER_ADDR"], port=port)
 
 
-def own_place(ranks: int) -> Place:
-    """Of rank 0 where it starts the others itself, on this host. The port is known once the store is there."""
-    return Place(rank=0, ranks=ranks, local_rank=0, host="127.0.0.1", port=0, own_store=True)
+def own_place(ranks: int, address: str = LOCAL) -> Place:
+    """Of rank 0 where it starts the others itself, who reach it at `address`. The port is known once the store is there."""
+    return Place(rank=0, ranks=ranks, local_rank=0, host=address, port=0, own_store=True)

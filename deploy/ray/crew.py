@@ -10,17 +10,17 @@ from typing import Any
 from consumer.config import stop_seconds
 from deploy.config import UpConfig
 from deploy.placement import Part, Placement, demand_of, place
-from deploy.ray.placement_group import find, new_group, remove
+from deploy.ray.placement_group import WHOLE_GPU, find, new_group, remove, seat
 from deploy.ray.trainer import TrainerActor
 from producer.ray_actor import EngineActor, ProducerActor, Settings, namespace
 from producer.ray_fleet import STOP_S, Fleet, Left
 from protocol.errors import ConfigError
 
 TRAINER, ENGINE, PRODUCER = "trainer", "engine", "producer"
+_RANK = "rank"
+"""Of the trainer, above 0: they have bundles of their own, and rank 0 starts them."""
 _MARGIN_S = 10.0
-_WHOLE_GPU = 0.9
-"""What the one tenant of a GPU takes of it in Ray's books, so that the bundle can still be asked where it lies."""
-_SHARE_OF_GPU: Mapping[Part, float] = {Part.TRAINER: 0.4, Part.ENGINE: 0.2, Part.EVAL: _WHOLE_GPU}
+_SHARE_OF_GPU: Mapping[Part, float] = {Part.TRAINER: 0.4, Part.ENGINE: 0.2, Part.EVAL: WHOLE_GPU}
 """Where a run is colocated."""
 
 
@@ -40,14 +40,18 @@ class Crew:
         """Of everyone who has a place in the group."""
         engines, evals = self.config.engine.count, self.config.eval.engines
         return {
-            Part.TRAINER: ["trainer-0"],
+            Part.TRAINER: ["trainer-0", *self._ranks],
             Part.ENGINE: [f"engine-{index}" for index in range(engines)],
             Part.EVAL: [f"engine-{engines + index}" for index in range(evals)],
         }
 
+    @property
+    def _ranks(self) -> list[str]:
+        return [f"{_RANK}-{rank}" for rank in range(1, self.config.trainer.ranks)]
+
     def wanted(self, placement: Placement) -> list[str]:
         """Who is started with the run."""
-        seated = [name for part, names in self.names.items() if part in placement.units for name in names]
+        seated = [name for part, names in self.names.items() if part in placement.units for name in names if name not in self._ranks]
         alone = placement.demand.layout == "trainer_only"
         return seated + [f"producer-{index}" for index in range(0 if alone else self.config.producer.count)]
 
@@ -65,9 +69,11 @@ class Crew:
             await self.fleet.start(ProducerActor, name, self.settings, cpus=ray.producer_cpus)
             return
         group, bundles = (self.group, self.dealt[name]) if name in self.dealt else await self._room_of(name)
+        if role == TRAINER:
+            bundles += tuple(bundle for rank in self._ranks for bundle in self.dealt[rank])
         part = next((part for part, names in self.names.items() if name in names), Part.ENGINE)
         kind, cpus = (TrainerActor, ray.trainer_cpus) if role == TRAINER else (EngineActor, ray.engine_cpus)
-        share = _SHARE_OF_GPU[part] if self.config.placement.layout == "colocated" else _WHOLE_GPU
+        share = _SHARE_OF_GPU[part] if self.config.placement.layout == "colocated" else WHOLE_GPU
         gpus = share if "GPU" in group.bundle_specs[bundles[0]] else 0
         await self.fleet.start(kind, name, self._settings_of(name), cpus=cpus, gpus=gpus, where=seat(group, bundles[0]), bundles=bundles)
 
@@ -100,10 +106,10 @@ class Crew:
 def placement_of(config: UpConfig) -> Placement:
     """The layout of a run that this release can start. Raises: `ConfigError`."""
     demand = demand_of(config)
-    if demand.trainer_ranks > 1 or demand.critic:
-        raise ConfigError("placement.trainer_ranks and critic: the trainer of this release is one process without a critic; leave them out on Ray")
+    if demand.critic:
+        raise ConfigError("placement.critic: the trainer of this release has no critic; leave it out on Ray")
     if demand.trainer_gpus > 1:
-        raise ConfigError(f"placement.trainer_gpus = {demand.trainer_gpus}: the trainer of this release uses one GPU; leave it out, or use 1")
+        raise ConfigError(f"placement.trainer_gpus = {demand.trainer_gpus}: each rank uses one GPU; leave it out, and set trainer.ranks to the number of GPUs")
     if demand.engine_nodes > 1:
         raise ConfigError(
             "placement.engine_nodes: an engine over several nodes is not started on Ray by this release; start it by hand, and use engine.kind = external"
@@ -113,9 +119,3 @@ def placement_of(config: UpConfig) -> Placement:
 
 def _room(run: str, name: str) -> str:
     return f"{namespace(run)}/{name}"
-
-
-def seat(group: Any, bundle: int) -> Any:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False)

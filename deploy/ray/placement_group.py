@@ -28,6 +28,8 @@ _LOG = logging.getLogger(__name__)
 _LOOK_S = 2.0
 _PROBE_S = 60.0
 """For all bundles of a group that has room to say where they lie."""
+WHOLE_GPU = 0.9
+"""What the one tenant of a GPU takes of it in Ray's books, so that the bundle can still be asked where it lies."""
 _ALIVE = ("CREATED", "PENDING", "RESCHEDULING", "PREPARED")
 _GROUP = "group"
 """Field of the hash: id and shape of the group. The others are names of actors."""
@@ -159,6 +161,13 @@ async def look(group: Any) -> list[Bundle]:
     except TimeoutError as problem:
         raise RayUnavailable(f"placement: the bundles of the group did not answer within {_PROBE_S:.0f} s; try again") from problem
     return [Bundle(index=index, node=node, address=address, gpu=gpu) for index, (node, address, gpu) in enumerate(found)]
+
+
+def seat(group: Any, bundle: int) -> Any:
+    """Ray's strategy for what is to run in that bundle."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False)
 
 
 def find(name: str) -> Any:

@@ -38,6 +38,7 @@ from deploy.snapshot import PictureSource, picture_source
 from deploy.up.launcher import Hooks, Launcher
 from deploy.up.plan import check_layout, plan
 from deploy.up.records import write_atomically
+from deploy.up.server_device import server_device
 from deploy.up.supervisor import Child, Finish, Policy, Role
 from deploy.up.wishes import Wishes
 from protocol.config import load
@@ -91,7 +92,7 @@ async def up(options: UpOptions) -> Path:
     config = load(UpConfig, options.config, sets=options.sets)
     check_all(config)
     check_layout(config)
-    await asyncio.to_thread(check_carrier, config.weights, config.run)
+    await asyncio.to_thread(check_carrier, config.weights, config.run, device=server_device(config))
     listener = bind(config.http)
     try:
         await _check_place(config, options)

@@ -11,6 +11,7 @@ from pathlib import Path
 from deploy.config import LAST_PORT, UpConfig
 from deploy.placement import demand_of
 from deploy.redis_server import ServerCommand
+from deploy.up.server_device import server_device
 from deploy.up.supervisor import Child, Role
 from producer.engine.config import EngineConfig
 from protocol.daemon import SUPERVISED
@@ -42,6 +43,8 @@ class Plan:
     threads: Mapping[Role, int]
     redis: ServerCommand | None
     engine: EngineConfig
+    server_device: str
+    """That of the weight server; empty: there is none."""
     evals: int
     """Engines of the evaluation's own, the last of those that the run begins with."""
 
@@ -72,6 +75,8 @@ class Plan:
             command += ["--index", str(child.index)]
         for item in self.sets:
             command += ["--set", item]
+        if child.role is Role.WEIGHT_SERVER and self.server_device:
+            command += ["--device", self.server_device]
         if child.role is Role.ENGINE and child not in self.children:  # one of the run's: beyond engine.count it would be the evaluation's
             command += ["--set", f"engine.count={child.index + 1}"]
         return tuple(command)
@@ -104,6 +109,7 @@ def plan(config: UpConfig, config_file: Path, sets: Sequence[str], *, redis: Ser
         ),
         redis=redis,
         engine=config.engine,
+        server_device=server_device(config),
         evals=config.eval.engines,
         threads={Role.ENGINE: config.engine.torch_threads, Role.TRAINER: config.trainer.torch_threads},
     )

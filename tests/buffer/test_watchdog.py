@@ -37,8 +37,10 @@ LEDGER = LedgerStatus(
 TRAINER = TrainerStatus(trainer_id="t", incarnation=1, step=8, trained=7, moved_at=AT - 1, host="h", pid=7)
 HUNGRY = dataclasses.replace(TRAINER, waiting_for=Edge.NO_GROUP, waiting_since=AT - 70)
 STUCK = dataclasses.replace(TRAINER, moved_at=AT - 90)
+ENDING = dataclasses.replace(STUCK, waiting_for=Edge.NO_ACK, waiting_since=AT - 45)
 GENERATING = ProducerStatus(producer_id="p0", inflight_groups=3)
 ENGINE = EngineStatus(engine_id=EngineId("e0"), boot_nonce="b", url="u", kind="embedded", state=EngineState.ROUTABLE, version=Version(1, 7), running=5)
+STARTING = dataclasses.replace(ENGINE, engine_id=EngineId("e1"), state=EngineState.STARTING, version=None)
 UNFIT = dataclasses.replace(ENGINE, state=EngineState.UNFIT, reason="checksum")
 
 
@@ -92,6 +94,8 @@ def only(look: Seen) -> Stall:
         (seen(waiting(Edge.NO_BUDGET)), [(Edge.NO_BUDGET, 30, False)]),
         (seen(waiting(Edge.FIRST_EVALUATION), trainer=HUNGRY), [(Edge.FIRST_EVALUATION, 30, False)]),
         (seen(waiting(Edge.NO_TEACHER), waiting(Edge.NO_SLOT, 99, "p1"), trainer=HUNGRY), [(Edge.NO_TEACHER, 30, False)]),
+        (seen(waiting(Edge.NO_SLOT), trainer=ENDING, engines=(ENGINE, STARTING)), [(Edge.NO_ACK, 45, False)]),
+        (seen(waiting(Edge.NO_ENGINE), trainer=ENDING, engines=(STARTING,)), [(Edge.NO_ACK, 45, False), (Edge.NO_ENGINE, 30, False)]),
         (seen(waiting(Edge.NO_RUN, 12), waiting(Edge.NO_RUN, 33, "p1"), trainer=None, ledger=None), [(Edge.NO_RUN, 33, False)]),
         (seen(trainer=None, ledger=None), []),
         (seen(waiting(Edge.NO_SLOT), trainer=None, ledger=dataclasses.replace(LEDGER, state=RunState.DRAINING)), []),
@@ -100,6 +104,15 @@ def only(look: Seen) -> Stall:
 )
 def test_the_edge_is_the_one_at_the_root(look: Seen, expected: list[tuple[Edge, float, bool]]) -> None:
     assert told(look) == expected
+
+
+def test_the_end_of_a_run_names_who_it_waits_for() -> None:
+    behind = dataclasses.replace(ENGINE, engine_id=EngineId("e2"), version=Version(1, 6), target=Version(1, 7))
+    evaluates = dataclasses.replace(STARTING, engine_id=EngineId("e3"), fleet="eval")
+    stall = only(seen(waiting(Edge.NO_SLOT), trainer=ENDING, engines=(ENGINE, STARTING, behind, evaluates)))
+    assert stall.waiting == ("p0: no slot", "trainer t: no ack")
+    assert "step 7 was the last" in stall.why
+    assert stall.why.endswith(": e1 is starting, e2 is routable, takes 1:7"), "neither who serves it nor who evaluates"
 
 
 def test_a_trainer_that_never_attached_is_waited_for_since_the_first_producer_waits() -> None:

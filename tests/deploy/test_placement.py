@@ -171,12 +171,17 @@ def config(**sections: dict[str, Any]) -> UpConfig:
 
 def test_what_placement_leaves_out_is_taken_from_the_sections_that_know():
     small = demand_of(config())
-    assert (small.layout, small.trainer_gpus, small.engine_gpus, small.engines) == ("disaggregated", 0, 0, 1)
-    large = demand_of(config(trainer={"device": "cuda:0"}, engine={"kind": "sglang", "tp": 2, "count": 3}, eval={"engines": 1}))
-    assert (large.trainer_gpus, large.engine_gpus, large.engines, large.eval_engines) == (1, 2, 3, 1)
+    assert (small.layout, small.trainer_ranks, small.trainer_gpus, small.engine_gpus, small.engines) == ("disaggregated", 1, 0, 0, 1)
+    large = demand_of(config(trainer={"device": "cuda:0", "ranks": 4}, engine={"kind": "sglang", "tp": 2, "count": 3}, eval={"engines": 1}))
+    assert (large.trainer_ranks, large.trainer_gpus, large.engine_gpus, large.engines, large.eval_engines) == (4, 1, 2, 3, 1)
     external = demand_of(config(engine={"kind": "external", "urls": ["http://a:1", "http://b:1"]}))
     assert (external.layout, external.engines) == ("external", 2)
     assert place(external).gpus == 0
+
+
+def test_the_number_of_ranks_has_one_place():
+    with pytest.raises(ConfigError, match=r"placement\.trainer_ranks.*trainer\.ranks"):
+        config(placement={"trainer_ranks": 2})
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,7 @@ def test_what_placement_leaves_out_is_taken_from_the_sections_that_know():
     [
         ({"placement": {"layout": "external"}}, 'engine.kind "embedded"'),
         ({"placement": {"layout": "colocated"}, "engine": {"kind": "external", "urls": ["http://a:1"]}}, "share no GPU"),
-        ({"placement": {"trainer_ranks": 2}}, "one process"),
+        ({"placement": {"critic": True}}, "no critic"),
         ({"placement": {"engine_nodes": 2, "engine_gpus": 16}}, "started by hand|start it by hand"),
     ],
 )

@@ -49,6 +49,19 @@ def test_a_request_in_twenty_that_fails_never_opens_it() -> None:
     assert breaker.admits(0.0)
 
 
+def test_of_many_that_start_at_once_one_in_twenty_that_fails_before_any_other_is_over_opens_nothing() -> None:
+    breaker = Breaker()
+    for _ in range(256):
+        breaker.started()
+    assert not any(breaker.failed(now=0.0, reason="flaky", number=number) for number in range(7, 257, 20))
+    assert breaker.admits(0.0)
+    for number in range(1, 257):
+        breaker.succeeded(probe=0, number=number)
+    assert not breaker.failed(now=1.0, reason="flaky", number=3)
+    assert breaker.failed(now=1.0, reason="flaky", number=2) is False
+    assert breaker.failed(now=1.0, reason="flaky", number=1), "three that started in a row, in whatever order they failed"
+
+
 def test_it_rests_twice_as_long_each_time_until_a_probe_is_answered() -> None:
     for exile, first_s, longest_s in ((False, FIRST_REST_S, LONGEST_REST_S), (True, FIRST_EXILE_S, LONGEST_EXILE_S)):
         breaker, now, rests = opened(exile=exile), 0.0, []

@@ -215,6 +215,14 @@ class Run:
             await asyncio.to_thread(give_back, self.keys.run)
 
 
+async def has_moved(fleet: Fleet, name: str, away_from: str) -> bool:
+    """The processes of a node that was killed answer until they notice."""
+    about = await fleet.about(name, timeout_s=90.0)
+    assert about is not None, f"{name} was not started anew"
+    assert about.moved or about.node == away_from
+    return about.node != away_from
+
+
 @pytest.fixture
 async def run(tmp_path: Path, redis: Client, keys: Keys, redis_url: str, cluster: Simulated) -> AsyncIterator[Run]:
     found = Run(tmp_path, redis, keys, redis_url, cluster.address)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ray.crew import seat
-from deploy.ray.placement_group import look, new_group, remove
+from deploy.ray.placement_group import look, new_group, remove, seat
 from producer.ray_actor import Settings, namespace
 from producer.ray_fleet import Fleet, connected
 from protocol.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Real servers of SGLang, each the child of an actor: one is killed while the run goes on.
+"""Real servers of SGLang, each the child of an actor: one is killed while the run goes on, then its whole node.
 
 In the lane of SGLang, as it needs its environment. One run for all of it, as servers start slowly.
 """
@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from functools import partial
 
 import psutil
 import pytest
 
 from deploy.summary import read_summary
-from protocol.messages import EngineState
+from protocol.messages import EngineState, EngineStatus
 from tests.contract.conftest import write_model
 from tests.contract.served import interpreter
-from tests.ray.conftest import Run
+from tests.ray.conftest import Run, Simulated, has_moved
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Simulated]:
+    """An engine a node, and a node to spare."""
+    simulated = Simulated()
+    try:
+        for _ in range(3):
+            simulated.add(gpus=1)
+        yield simulated
+    finally:
+        simulated.close()
 
 
 def server_of(actor: int) -> psutil.Process:
@@ -26,9 +40,9 @@ def server_of(actor: int) -> psutil.Process:
     return server
 
 
-async def test_a_killed_server_is_started_again_by_its_actor_and_costs_no_group(run: Run):
+async def test_a_killed_server_and_then_its_lost_node_cost_no_group_and_it_comes_back_elsewhere_with_the_newest_weights(run: Run, cluster: Simulated):
     engine = {"kind": "sglang", "device": "cpu", "python": interpreter(), "count": 2, "slots": 16}
-    run.sections["weights"]["apply_deadline_s"] = 8.0  # the end of the run waits for the server that starts, in multiples of it
+    run.sections["placement"]["gpus_per_node"] = 1
     run.sections |= {
         "engine": engine,
         "model": {"path": str(write_model(run.folder / "words", 1))},
@@ -42,26 +56,44 @@ async def test_a_killed_server_is_started_again_by_its_actor_and_costs_no_group(
         engines = [await fleet.about(f"engine-{index}", timeout_s=20.0) for index in (0, 1)]
         assert engines[0] is not None
         assert engines[1] is not None
-        assert (engines[0].node, engines[0].gpus) != (engines[1].node, engines[1].gpus), "each has a GPU of its own, as far as Ray counts them"
+        assert engines[0].node != engines[1].node, "each has a GPU of its own, as far as Ray counts them"
         host = engines[1].pid
-        (before,) = [one for one in await run.registry.engines() if one.engine_id.endswith("engine-1")]
+        before = await registered(run, 1)
+        assert before is not None
         assert (before.kind, before.pid) == ("sglang", host)
         server = server_of(host)
         os.killpg(server.pid, signal.SIGKILL)
 
         async def again() -> bool:
-            found = [one for one in await run.registry.engines() if one.engine_id == before.engine_id]
-            return [(one.state, one.pid, one.boot_nonce != before.boot_nonce) for one in found] == [(EngineState.STARTING, host, True)]
+            found = await registered(run, 1)
+            return found is not None and (found.state, found.pid, found.boot_nonce != before.boot_nonce) == (EngineState.STARTING, host, True)
 
         await run.until(again)
         trained = (await run.ledger.status()).trained
         await run.trained(trained + 4)
-        assert server_of(host).pid != server.pid
+        second = server_of(host)
+        assert second.pid != server.pid
+
+        cluster.remove(engines[1].node)
+        await run.until(partial(has_moved, fleet, "engine-1", engines[1].node))
+        assert not second.is_running(), "a server never outlives its host"
+        trained = (await run.ledger.status()).trained
+        await run.trained(trained + 1)
+        await run.engines(0, 1)
+        back = await registered(run, 1)
+        assert back is not None
+        assert back.pid != host
+        assert back.version is not None
+        assert back.version.n > trained, "it came back to the newest weights"
         up.send_signal(signal.SIGTERM)
         said = await run.done("up")
         assert await fleet.names() == []
-    assert not psutil.pid_exists(server.pid)
     summary = read_summary(run.folder / "run")
-    assert summary["steps"] >= 6, said
+    assert summary["steps"] >= 7, said
     assert (summary["groups_lost"], summary["groups_duplicated"], summary["groups_dead"], summary["disagreements"]) == (0, 0, {}, [])
-    assert {name[-8:]: one["boots"] for name, one in summary["engines"].items()} == {"engine-0": 1, "engine-1": 2}
+    assert summary["engines"][before.engine_id]["boots"] == 3
+
+
+async def registered(run: Run, index: int) -> EngineStatus | None:
+    """None between two lives of a server."""
+    return next((one for one in await run.registry.engines() if one.engine_id.endswith(f"engine-{index}")), None)

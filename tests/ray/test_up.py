@@ -11,17 +11,9 @@ from deploy.summary import read_summary
 from producer.ray_actor import namespace
 from producer.ray_fleet import Fleet
 from protocol.keys import Keys
-from tests.ray.conftest import Run, Simulated
+from tests.ray.conftest import Run, Simulated, has_moved
 
 EVERYONE = ["engine-0", "engine-1", "producer-0", "producer-1", "trainer-0"]
-
-
-async def has_moved(fleet: Fleet, name: str, away_from: str) -> bool:
-    """The processes of a node that was killed answer until they notice."""
-    about = await fleet.about(name, timeout_s=90.0)
-    assert about is not None, f"{name} was not started anew"
-    assert about.moved or about.node == away_from
-    return about.node != away_from
 
 
 async def has_started(fleet: Fleet, name: str) -> bool:

@@ -42,7 +42,18 @@ class Running:
 class RecordedSGLang:
     """One server. `release`: "0.5.17" or "0.5.23"."""
 
-    def __init__(self, boot_nonce: str, release: str, *, radix: bool = True, overlap: bool = True, dp_size: int = 1, keys: tuple[str, str] = ("", "")) -> None:
+    def __init__(
+        self,
+        boot_nonce: str,
+        release: str,
+        *,
+        radix: bool = True,
+        overlap: bool = True,
+        dp_size: int = 1,
+        pp_size: int = 1,
+        keys: tuple[str, str] = ("", ""),
+    ) -> None:
+        self.pp_size = pp_size
         self.boot_nonce, self.release, self.radix, self.overlap, self.dp_size = boot_nonce, release, radix, overlap, dp_size
         self.api_key, self.admin_key = keys
         self.old = release == "0.5.17"
@@ -264,4 +275,4 @@ class RecordedSGLang:
 
     async def _settings(self, _: dict[str, Any]) -> web.Response:
         about = {"version": self.release, "disable_radix_cache": not self.radix, "disable_overlap_schedule": not self.overlap}
-        return web.json_response(about | {"tp_size": 1, "dp_size": self.dp_size, "dtype": "auto"})
+        return web.json_response(about | {"tp_size": 1, "dp_size": self.dp_size, "pp_size": self.pp_size, "dtype": "auto"})

@@ -267,6 +267,15 @@ async def test_data_parallel_replicas_are_refused_before_they_end_the_server(rig
         assert "dp_size" in server.dead
 
 
+async def test_pipeline_stages_are_refused_before_the_engine_waits_for_a_group_that_cannot_form(rig: Any):
+    async with RecordedSGLang("b1", NEW, pp_size=2).serving() as server:
+        with pytest.raises(ApplyFailed, match="pp_size 2"):
+            await EngineControl(rig.session, server.url).init_group(
+                master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, group_name="g", backend="gloo", deadline_s=5
+            )
+        assert "/init_weights_update_group" not in server.paths
+
+
 @pytest.mark.parametrize(("release", "ready"), [(OLD, False), (NEW, True)])
 async def test_a_pause_is_seen_without_waiting_and_old_servers_are_not_believed_ready(rig: Any, release: str, ready: bool):
     async with RecordedSGLang("b1", release).serving() as server:

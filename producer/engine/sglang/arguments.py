@@ -39,6 +39,8 @@ _REFUSED = {
     "--encoder-only": "the server would not generate",
     "--grpc-mode": "the server would not speak HTTP",
     "--smg-grpc-mode": "the server would not speak HTTP",
+    "--speculative-draft-model-path": "SGLang loads every version into the draft as well (0.5.23), which is another model, and ends over its shapes; use "
+    "--speculative-algorithm NGRAM, which has no weights, or layers of the model's own checkpoint",
 }
 _ALLOWED = {
     "--disaggregation-mode": ("null", "neither half of such a pair writes a token by itself, by which every update is proven; run both as one server"),
@@ -46,6 +48,7 @@ _ALLOWED = {
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
 _MULTI_NODE = "--nnodes"
+_FP8, _RELOADABLE = ("--quantization", "fp8"), ("--load-format", "flash_rl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,11 @@ def check_arguments(settings: EngineConfig) -> None:
     given = dict(named)
     if given.get(_MULTI_NODE, "1") != "1" and "--dist-init-addr" not in given:
         raise ConfigError(f"engine.args has {_MULTI_NODE} {given[_MULTI_NODE]} without --dist-init-addr: the other nodes must be told where this one is")
+    if given.get(_FP8[0]) == _FP8[1] and given.get(_RELOADABLE[0]) != _RELOADABLE[1]:
+        raise ConfigError(
+            f"engine.args has {' '.join(_FP8)} without {' '.join(_RELOADABLE)}: layers that were quantised at the start take no second version, and the first "
+            "update would end the server (0.5.23); add it, for Qwen2 and Qwen3, or leave out --quantization"
+        )
 
 
 def _named(args: Sequence[str]) -> Iterator[tuple[str, str | None]]:

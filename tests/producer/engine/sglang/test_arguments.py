@@ -82,6 +82,9 @@ def test_the_users_arguments_come_last_and_so_win():
         (("--node-rank", "1"), "start the others by hand"),
         (("--nnodes", "2"), "--nnodes 2 without --dist-init-addr"),
         (("--weight-cache-mode", "daemon"), "cannot be updated in place"),
+        (("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "/draft"), "into the draft as well"),
+        (("--quantization", "fp8"), "--quantization fp8 without --load-format flash_rl"),
+        (("--quantization=fp8", "--load-format=auto"), "take no second version"),
     ],
 )
 def test_what_would_break_the_host_is_refused_with_the_reason(args: tuple[str, ...], message: str):
@@ -92,7 +95,8 @@ def test_what_would_break_the_host_is_refused_with_the_reason(args: tuple[str, .
 @pytest.mark.parametrize(
     "args",
     [
-        ("--quantization", "fp8"),
+        ("--quantization", "fp8", "--load-format", "flash_rl"),
+        ("--speculative-algorithm", "NGRAM"),
         ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
         ("--dp-size", "2", "--enable-dp-attention"),
         ("--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "10.0.0.1:5000"),
