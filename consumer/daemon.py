@@ -41,7 +41,7 @@ from consumer.trackers.tracked import open_metrics
 from consumer.worker import Worker
 from protocol.connection import Client
 from protocol.durable import make_folder
-from protocol.errors import ConfigError, Fenced, RunExists
+from protocol.errors import EXIT_CONFIG, ConfigError, Fenced, RollstreamError, RunExists
 from protocol.failpoints import Failpoint, failpoint
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
@@ -197,11 +197,14 @@ async def _start_from(
     above = await asyncio.to_thread(newest_incarnation, folder, witness, store)
     if reference is None:
         return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None, abandon=given_up, above=above)
+    share = (0, getattr(backend, "readers", 1))  # other ranks verify what is left
     try:
-        found = await asyncio.to_thread(read_checkpoint, reference, folder=folder)
-    except CheckpointDamaged as problem:
+        found = await asyncio.to_thread(read_checkpoint, reference, folder=folder, share=share)
+        await worker.call(backend.restore, found.state)
+    except RollstreamError as problem:
+        if problem.exit_code != EXIT_CONFIG:
+            raise
         raise CheckpointDamaged(f"{problem}; {_instead(status.checkpoints, reference)}") from problem
-    await worker.call(backend.restore, found.state)
     return _Start(
         backend=backend,
         progress=found.progress,

@@ -56,12 +56,12 @@ class Shelf:
             raise CheckpointDamaged(f"checkpoint {path} cannot be read ({problem}); move it away to go on from the one before it") from problem
         return read_checkpoint(CheckpointRef(step=step, incarnation=incarnation, digest=digest, path=str(path)), folder=self._folder)
 
-    def write(self, progress: Progress, *, incarnation: int, digest: str, state: TrainingState) -> None:
+    def write(self, progress: Progress, *, incarnation: int, state: TrainingState) -> None:
         """Durable on return; the oldest beyond `keep` go. What lies after it is of a line that was given up, and goes too."""
         journal = JournalTail().dump()
         write_checkpoint(
             self._folder,
-            Checkpoint(progress=progress, incarnation=incarnation, digest=digest, state=state, journal=journal, schedule=self._schedule),
+            Checkpoint(progress=progress, incarnation=incarnation, state=state, journal=journal, schedule=self._schedule),
             model_path=self._model_path,
         )
         before = [one for one in self.kept() if one[0] < progress.step]

@@ -29,6 +29,7 @@ from consumer.losses import LossConfig, make_loss
 from consumer.losses.terms import Terms
 from consumer.model_shaping import entropy_alone, float32_head, free_bytes, recompute_activations, token_entropy
 from consumer.row_digest import row_digest
+from consumer.shards import shape_of
 from consumer.snapshot_buffers import SnapshotBuffers
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
 from protocol.errors import ConfigError, RollstreamError
@@ -277,8 +278,8 @@ class TorchBackend:
             odd = sorted(set(state.weights) ^ set(self._kept))
             raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")
         for name, tensor in self._kept.items():
-            if tuple(tensor.shape) != state.weights[name].shape:
-                raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {state.weights[name].shape}, expected {tuple(tensor.shape)}")
+            if tuple(tensor.shape) != (found := shape_of(state.weights, name)):
+                raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {found}, expected {tuple(tensor.shape)}")
 
     def _random_state(self) -> dict[str, bytes]:
         rng = {"torch": bytes(torch.get_rng_state().numpy())}

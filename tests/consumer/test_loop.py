@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from buffer.audit import read_audit
-from buffer.contract import RunState, TrainedReply
+from buffer.contract import CheckpointRef, RunState, TrainedReply
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
 from buffer.storage import open_storage
@@ -188,7 +188,7 @@ async def test_a_checkpoint_wanted_while_an_older_one_is_written_is_written_too(
     config, keys = validate(TrainerDaemonConfig, tables, source="test"), Keys(tables["run"]["name"])
     written, go = threading.Event(), threading.Event()
 
-    def write(*arguments: Any, **options: Any) -> Path:
+    def write(*arguments: Any, **options: Any) -> CheckpointRef:
         if not written.is_set():
             written.set()
             assert go.wait(60)

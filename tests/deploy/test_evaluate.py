@@ -72,8 +72,8 @@ def save_checkpoint(config: EvaluateConfig, model: Path, step: int) -> Path:
     with open_tensors(model / "model.safetensors") as tensors:
         weights = {name: TensorBytes(dtype=one.dtype, shape=one.shape, data=bytes(one.data)) for name, one in tensors.items()}
     state = TrainingState(weights=weights, optimizer={}, rng={})
-    checkpoint = Checkpoint(progress=Progress(step=step), incarnation=1, digest=weights_digest(weights), state=state, journal=b"", schedule={})
-    return write_checkpoint(config.checkpoint.folder(config.run), checkpoint, model_path=model)
+    checkpoint = Checkpoint(progress=Progress(step=step), incarnation=1, state=state, journal=b"", schedule={})
+    return Path(write_checkpoint(config.checkpoint.folder(config.run), checkpoint, model_path=model).path)
 
 
 @pytest.fixture

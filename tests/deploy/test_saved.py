@@ -55,12 +55,11 @@ class Place:
         checkpoint = Checkpoint(
             progress=Progress(step=step),
             incarnation=incarnation,
-            digest=weights_digest(weights),
             state=TrainingState(weights=weights, optimizer={}, rng={}),
             journal=b"",
             schedule={},
         )
-        return write_checkpoint(self.checkpoints, checkpoint, model_path=self.model)
+        return Path(write_checkpoint(self.checkpoints, checkpoint, model_path=self.model).path)
 
     def find(self, what: str) -> Any:
         return saved_model(what, run=self.run, model=ModelConfig(path=str(self.model)), checkpoint=self.checkpoint, weights=self.weights)
