@@ -54,6 +54,7 @@ from protocol.errors import ConfigError, RollstreamError
 from protocol.failpoints import Failpoint, failpoint
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import weights_digest
+from weightsync.version_files import asset_files
 
 SCHEMA = 2
 _JOURNAL = "journal.msgpack"
@@ -65,7 +66,6 @@ Others: TypeAlias = Callable[[Path], Callable[[], Sequence[Told]]]
 """Has the other ranks write their parts into a folder; what it returns waits for them."""
 _NAME = re.compile(r"step-\d{6,}-\d+")
 _TEMPORARY = ".tmp-"
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path, 
     (temporary / "model").mkdir(parents=True)
     try:
         waiting = others(temporary)
-        for source in sorted(model_path.iterdir()):
-            if source.is_file() and source.suffix not in _WEIGHT_SUFFIXES and not source.name.endswith(".index.json"):
-                write_file(temporary / "model" / source.name, source.read_bytes())
+        for source in asset_files(model_path):
+            write_file(temporary / "model" / source.name, source.read_bytes())
         write_file(temporary / _JOURNAL, checkpoint.journal)
         told = [write_shards(temporary, checkpoint.state), *waiting()]
         index = merged([*told, told_of(_JOURNAL, checkpoint.journal)])
@@ -215,6 +214,21 @@ def saved_state(path: Path, share: tuple[int, int]) -> TrainingState:
     except (OSError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointDamaged(f"{path}/state.json cannot be read ({type(problem).__name__}: {problem})") from problem
     return read_checkpoint(reference, folder=path.parent, share=share).state
+
+
+def saved_weights(reference: CheckpointRef) -> SavedTensors:
+    """The weights of the checkpoint at `reference.path`, verified, and nothing else of it. Raises: `CheckpointDamaged`."""
+    path = Path(reference.path)
+    try:
+        index, digest = open_index(path, int(orjson.loads((path / "state.json").read_bytes())["schema"]))
+        if digest != reference.digest:
+            raise CheckpointDamaged(f"it is {digest}, and was saved as {reference.digest}: it is damaged")
+        verify(path, index, index.files_of(WEIGHTS) if index.files else ())
+    except CheckpointDamaged:
+        raise
+    except (OSError, KeyError, TypeError, ValueError, RollstreamError) as problem:
+        raise CheckpointDamaged(f"its weights cannot be read ({type(problem).__name__}: {problem})") from problem
+    return SavedTensors(path, index.groups[WEIGHTS])
 
 
 def _state_in(path: Path, index: Index, state: Mapping[str, Any], rank: int) -> TrainingState:

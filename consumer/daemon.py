@@ -8,6 +8,7 @@ import dataclasses
 import importlib
 import logging
 import os
+import signal
 import socket
 import time
 import uuid
@@ -37,9 +38,11 @@ from consumer.mending import Mender, beyond, checkpoints_on_line, freed_groups, 
 from consumer.ranks.crew import Alone, Crew
 from consumer.ranks.making import make_backend
 from consumer.ranks.place import Place
+from consumer.sentinel import Sentinel
 from consumer.trackers.tracked import open_metrics
 from consumer.worker import Worker
 from protocol.connection import Client
+from protocol.daemon import hearing
 from protocol.durable import make_folder
 from protocol.errors import EXIT_CONFIG, ConfigError, Fenced, RollstreamError, RunExists
 from protocol.failpoints import Failpoint, failpoint
@@ -125,6 +128,7 @@ async def run_trainer(
     storage = open_storage(settings or config.buffer, config.run.name)
     about = None if new_as is None else RecordingAbout(run=config.run.name, identity=new_as, settings=config.buffer)
     await asyncio.to_thread(claim_storage, storage, about)
+    wish = hearing(signal.SIGUSR1, Sentinel(config.checkpoint_folder).ask)
     async with Worker() as worker, _ranks(config, place, worker, arguments) as ranks:
         back = None if from_step is None else _Back(step=from_step, abandon=abandon)
         start = await _start_from(config, ledger, await _backend(config, ranks, worker), worker, new_as=new_as, back=back)
@@ -152,7 +156,7 @@ async def run_trainer(
                 turns = Turns(client, keys, waker) if config.placement.layout == "colocated" else None
                 buffer = TrainerBuffer(ledger, waker, attachment.incarnation, storage)
                 crew = Alone(buffer) if ranks is None else await ranks.begin(attachment.incarnation, buffer)
-                with _training(config, start, here, buffer, crew) as (loop, mender):
+                with wish, _training(config, start, here, buffer, crew) as (loop, mender):
                     async with (
                         _device(turns, loop, mender, start.backend, here),
                         upkeep(ledger, storage, attachment.incarnation) as spiller,

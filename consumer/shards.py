@@ -233,6 +233,9 @@ class SavedTensors(Mapping[str, TensorBytes]):
     def shape(self, name: str) -> Shape:
         return self._entries[name].shape
 
+    def dtype(self, name: str) -> str:
+        return self._entries[name].dtype
+
     def part(self, name: str, start: Shape, shape: Shape) -> TensorBytes:
         """The box of a tensor that begins at `start`. Raises: `ShardsDamaged` where the files do not have it; `OSError`."""
         entry = self._entries[name]

@@ -193,7 +193,7 @@ async def test_a_damaged_checkpoint_and_a_damaged_version_are_refused(place: Pla
     with pytest.raises(ManifestError, match="1:7"):
         await place.found("7")
     (checkpoint / "model" / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="it is torn"):
         await place.found("5")
     (checkpoint / "state.json").write_bytes(b"{}")
     with pytest.raises(ConfigError, match=r"state\.json cannot be read"):

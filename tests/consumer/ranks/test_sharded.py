@@ -21,6 +21,7 @@ from consumer.backend import StepReport, TrainingState
 from consumer.batch import ChunkBatch, collate_step
 from consumer.config import TrainerConfig
 from consumer.losses import LossConfig
+from consumer.shards import SavedTensors, merged, read_index, write_shards
 from consumer.torch_backend import TorchBackend
 from protocol.versions import Fork, Lineage
 from weightsync.snapshot import TensorBytes
@@ -99,13 +100,22 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
             config, losses = TrainerConfig(**(SETTINGS | trainer)), LossConfig(**loss)
             backend = ShardedBackend(folders[tied], config, loss=losses, temperature=1.0, seed=3)
             assert all(isinstance(parameter, DTensor) for parameter in backend._model.parameters()), "nothing is left whole after the probe"
-            state = train(backend, groups, Share(rank, RANKS), losses.normaliser, range(1, STEPS + 1))
+            folder = Path(rendezvous).parent
+            own = train(backend, groups, Share(rank, RANKS), losses.normaliser, range(1, STEPS + 1))
+            state = own._replace(state=through_files(own.state, folder / name))
             found[name] = plain(state)
             if name == "plain":
+                held = sum(tensor.nbytes for tensor in own.state.weights.values()) / sum(tensor.nbytes for tensor in state.state.weights.values())
+                found["share"] = held
                 other = ShardedBackend(folders[tied], config, loss=losses, temperature=1.0, seed=4)
+                whole = TrainingState(weights=dict(state.state.weights), optimizer=dict(state.state.optimizer), rng=own.state.rng)
+                other.restore(whole)
+                found["from one rank's"] = plain(Trained([], [], through_files(other.capture(), folder / "whole")))
                 other.restore(state.state)
-                found["restored"] = plain(train(other, groups, Share(rank, RANKS), losses.normaliser, range(STEPS + 1, STEPS + 2)))
-                found["straight on"] = plain(train(backend, groups, Share(rank, RANKS), losses.normaliser, range(STEPS + 1, STEPS + 2)))
+                after = range(STEPS + 1, STEPS + 2)
+                for key, one in (("restored", other), ("straight on", backend)):
+                    more = train(one, groups, Share(rank, RANKS), losses.normaliser, after)
+                    found[key] = plain(more._replace(state=through_files(more.state, folder / key)))
                 backend.accumulate(collated(chunks_of(groups, 2)[0], groups, Share(rank, RANKS), losses.normaliser)[0])
                 before = backend.digest()
                 assert backend.finish_step(5, 0.0).loss == 0.0
@@ -115,6 +125,17 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
         return found
     finally:
         dist.destroy_process_group()
+
+
+def through_files(state: TrainingState, folder: Path) -> TrainingState:
+    """What all ranks captured, as each reads it."""
+    import torch.distributed as dist
+
+    folder.mkdir(exist_ok=True)
+    told: list[Any] = [None] * RANKS
+    dist.all_gather_object(told, write_shards(folder, state))
+    index = read_index(merged(told))
+    return TrainingState(weights=SavedTensors(folder, index.groups["weights"]), optimizer=SavedTensors(folder, index.groups["optimizer"]), rng=state.rng)
 
 
 def plain(trained: Trained) -> Any:
@@ -197,13 +218,15 @@ def test_all_ranks_report_the_same_step_and_whole_weights_are_on_rank_0_alone(pa
     first, second = pair
     for name in CASES:
         assert first[name][0] == second[name][0], name
-        assert second[name][1:] == ([""] * STEPS, [{}, {}])
+        assert second[name][1:] == ([""] * STEPS, first[name][2]), "read by either"
         assert len(set(first[name][1])) == STEPS, "every step has other weights"
 
 
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_two_ranks_resumes_on_two_to_the_bit_and_on_one(pair: tuple[Any, Any], one_rank: Callable[..., Any]):
     assert pair[0]["restored"] == pair[0]["straight on"]
+    assert pair[0]["from one rank's"][2] == pair[0]["plain"][2]
+    assert all(0.4 < one["share"] < 0.6 for one in pair), "each rank captures its part"
     backend, on = one_rank("plain")
     backend.restore(state_of(pair[0]["plain"]))
     assert backend.digest() == pair[0]["plain"][1][-1]
