@@ -38,7 +38,6 @@ from consumer.shards import (
     WEIGHTS,
     Index,
     SavedTensors,
-    ShardsDamaged,
     Told,
     check_size,
     digest_of_index,
@@ -181,9 +180,7 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path, share: tuple[int,
             schedule=dict(state["schedule"]),
         )
         if (digest, progress.step) != (reference.digest, reference.step):
-            raise CheckpointDamaged(
-                f"checkpoint {path} is {digest} after step {progress.step}, registered were {reference.digest} after step {reference.step}"
-            )
+            raise CheckpointDamaged(f"checkpoint {path} is {digest} after step {progress.step}, registered were {reference.digest} after step {reference.step}")
         verify(path, index, sorted(index.files)[share[0] :: share[1]])
     except CheckpointDamaged:
         raise
@@ -291,4 +288,3 @@ def _dump_state(checkpoint: Checkpoint, digest: str, told: Sequence[Told]) -> by
         "rank_rng": [one["rng"] for one in told[1:]],
     }
     return orjson.dumps(state, option=orjson.OPT_INDENT_2)
-

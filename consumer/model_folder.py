@@ -16,10 +16,11 @@ from weightsync.snapshot import TensorBytes
 from weightsync.version_files import INDEX_FILE, Form, asset_files
 
 FILE_BYTES = 4 << 30
+"""A larger model is in several files."""
 _CONFIG = "config.json"
 
 
-def write_model(folder: Path, tensors: Mapping[str, TensorBytes], beside: Path, *, dtype: str = "", file_bytes: int = FILE_BYTES) -> None:
+def write_model(folder: Path, tensors: Mapping[str, TensorBytes], beside: Path, *, dtype: str = "") -> None:
     """Fill the new `folder` with `tensors`, floats in `dtype` (torch's name; "" as they are), and what lies in `beside` but weights; it is on the disk then.
 
     Raises: `OSError`; `WeightError` naming a tensor that does not fit `dtype`; `ShardsDamaged`.
@@ -29,7 +30,7 @@ def write_model(folder: Path, tensors: Mapping[str, TensorBytes], beside: Path, 
         content = source.read_bytes()
         write_file(folder / source.name, _in_dtype(content, dtype) if dtype and source.name == _CONFIG else content)
     forms = {name: _form(tensors, name, dtype) for name in tensors}
-    files = cut(forms, file_bytes)
+    files = cut(forms, FILE_BYTES)
     for file, names in files.items():
         write_tensors(folder / file, cast({name: tensors[name] for name in names}, dtype), durable=True)
     if len(files) > 1:
@@ -37,13 +38,13 @@ def write_model(folder: Path, tensors: Mapping[str, TensorBytes], beside: Path, 
     sync_folder(folder)
 
 
-def write_model_atomically(folder: Path, tensors: Mapping[str, TensorBytes], beside: Path, *, dtype: str = "", file_bytes: int = FILE_BYTES) -> None:
+def write_model_atomically(folder: Path, tensors: Mapping[str, TensorBytes], beside: Path, *, dtype: str = "") -> None:
     """As `write_model`: whole, or not there; `folder` may be there if it is empty. Raises: as `write_model`."""
     temporary = folder.parent / f".tmp-{folder.name}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        write_model(temporary, tensors, beside, dtype=dtype, file_bytes=file_bytes)
+        write_model(temporary, tensors, beside, dtype=dtype)
         temporary.rename(folder)
         sync_folder(folder.parent)
     except BaseException:

@@ -85,7 +85,7 @@ def _bytes(array: NDArray[Any]) -> memoryview | bytes:
 
 
 def _check(start: Shape, shape: Shape, whole: Shape) -> None:
-    inside = len(start) == len(shape) == len(whole) and all(0 <= a and 0 <= n and a + n <= most for a, n, most in zip(start, shape, whole, strict=True))
+    inside = len(start) == len(shape) == len(whole) and all(a >= 0 and n >= 0 and a + n <= most for a, n, most in zip(start, shape, whole, strict=True))
     if not inside:
         raise ValueError(f"the box at {list(start)} of shape {list(shape)} does not lie in {list(whole)}")
 

@@ -145,7 +145,9 @@ def merged(told: Sequence[Told]) -> bytes:
             for name, entry in entries.items():
                 known = of_group.setdefault(name, {"dtype": entry["dtype"], "shape": entry["shape"], "parts": []})
                 if (known["dtype"], known["shape"]) != (entry["dtype"], entry["shape"]):
-                    raise RollstreamError(f"checkpoint: ranks do not agree on {group} {name}: {known['dtype']} {known['shape']}, {entry['dtype']} {entry['shape']}")
+                    raise RollstreamError(
+                        f"checkpoint: ranks do not agree on {group} {name}: {known['dtype']} {known['shape']}, {entry['dtype']} {entry['shape']}"
+                    )
                 known["parts"] += entry["parts"]
     for group, of_group in groups.items():
         for name, entry in of_group.items():

@@ -27,18 +27,19 @@ class ExportModelConfig(Tree):
 
 
 def export_model(options: argparse.Namespace) -> int:
-    """The command. Raises: `ConfigError` for a file that cannot be read as the configuration."""
+    """The command. Raises: `ConfigError` for a file that cannot be read as the configuration, and a folder that is not empty."""
     config = load(ExportModelConfig, options.config, sets=options.set)
-    return run_daemon("rollstream export-model", lambda _stop: _export(config, options.checkpoint, Path(options.out), options.dtype))
+    out = Path(options.out).absolute()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out}: is there already; give a new folder, or an empty one")
+    return run_daemon("rollstream export-model", lambda _stop: _export(config, options.checkpoint, out, options.dtype))
 
 
 async def _export(config: ExportModelConfig, what: str, out: Path, dtype: str) -> None:
     """Raises: `ConfigError`; `Unavailable`; `ManifestError`."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"--out {out}: is there already; give a new folder, or an empty one")
     async with saved_model(what, run=config.run, model=config.model, checkpoint=config.checkpoint, weights=config.weights) as saved:
         try:
-            await asyncio.to_thread(_write, out.absolute(), saved.folder, dtype)
+            await asyncio.to_thread(_write, out, saved.folder, dtype)
         except WeightError as problem:
             raise ConfigError(f"--dtype {dtype}: {problem}") from problem
         except OSError as problem:

@@ -15,7 +15,6 @@ from protocol.errors import ConfigError
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import TensorBytes
 
-
 Where: TypeAlias = Callable[[Shape], tuple[Shape, Shape]]
 """Of a tensor's shape: where the part that is wanted begins, and the part's shape."""
 Slab: TypeAlias = Callable[[str, Where], Tensor]

@@ -35,7 +35,7 @@ from tests.producer.engine.conftest import write_model
 from tests.producer.test_eval_fleet import ROWS, Run
 from weightsync.config import store_folder
 from weightsync.safetensors_file import open_tensors
-from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
+from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.store import DirectoryStore
 
 

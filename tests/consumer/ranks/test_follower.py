@@ -201,7 +201,7 @@ async def test_every_rank_writes_its_part_while_others_train_and_reads_the_whole
 @pytest.mark.parametrize("damage", [1, 2])
 async def test_files_are_verified_by_the_ranks_together(groups: list[Any], model_path: Path, tmp_path: Path, damage: int):
     """`damage`: which file. Rank 0 verifies the journal and the second, rank 1 the first."""
-    with pytest.raises((CheckpointDamaged, RankFailed), match="weights-0000.-of-00002.safetensors has checksum") as raised:  # noqa: PT012 - either of two calls
+    with pytest.raises((CheckpointDamaged, RankFailed), match=r"weights-0000.-of-00002\.safetensors has checksum") as raised:  # noqa: PT012 - either of two calls
         async with pair(groups) as both:
             reference = await saved(both, tmp_path, model_path)
             file = Path(reference.path) / "shards" / f"weights-0000{damage}-of-00002.safetensors"
@@ -218,7 +218,7 @@ async def test_a_rank_that_cannot_write_its_part_ends_all_with_its_message_and_l
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("consumer.ranks.follower.write_shards", full)
-    with pytest.raises(RankFailed, match=r"rank 1: the checkpoint cannot be written to .*No space left.*checkpoint\.dir"):  # noqa: PT012
+    with pytest.raises(RankFailed, match=r"rank 1: the checkpoint cannot be written to .*No space left.*checkpoint\.dir"):
         async with pair(groups) as both:
             await saved(both, tmp_path, model_path)
     assert list(tmp_path.iterdir()) == []
