@@ -164,28 +164,32 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path, share: tuple[int,
     if not path.is_dir():
         path = folder / checkpoint_name(reference.step, reference.incarnation)
     try:
-        state = orjson.loads((path / "state.json").read_bytes())
-        if (schema := int(state["schema"])) > SCHEMA:
-            raise CheckpointDamaged(f"checkpoint {path} was written with schema {schema}, this process reads up to {SCHEMA}: upgrade rollstream here")
-        index, digest = open_index(path, schema)
-        journal = (path / _JOURNAL).read_bytes()
-        JournalTail.load(journal)
-        progress = Progress(step=state["step"], tokens=state["tokens"], elapsed_s=state["elapsed_s"], rewards=tuple(state["rewards"]))
-        found = Checkpoint(
-            progress=progress,
-            incarnation=int(state["incarnation"]),
-            state=_state_in(path, index, state, share[0]),
-            journal=journal,
-            incarnations={int(number): (int(parent), int(step), str(name)) for number, (parent, step, name) in state.get("incarnations", {}).items()},
-            schedule=dict(state["schedule"]),
-        )
-        if (digest, progress.step) != (reference.digest, reference.step):
-            raise CheckpointDamaged(f"checkpoint {path} is {digest} after step {progress.step}, registered were {reference.digest} after step {reference.step}")
-        verify(path, index, sorted(index.files)[share[0] :: share[1]])
+        return _read(path, reference, share)
     except CheckpointDamaged:
         raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError, binascii.Error, RollstreamError) as problem:
         raise CheckpointDamaged(f"checkpoint of step {reference.step} in {path} cannot be read ({type(problem).__name__}: {problem})") from problem
+
+
+def _read(path: Path, reference: CheckpointRef, share: tuple[int, int]) -> Checkpoint:
+    state = orjson.loads((path / "state.json").read_bytes())
+    if (schema := int(state["schema"])) > SCHEMA:
+        raise CheckpointDamaged(f"checkpoint {path} was written with schema {schema}, this process reads up to {SCHEMA}: upgrade rollstream here")
+    index, digest = open_index(path, schema)
+    journal = (path / _JOURNAL).read_bytes()
+    JournalTail.load(journal)
+    progress = Progress(step=state["step"], tokens=state["tokens"], elapsed_s=state["elapsed_s"], rewards=tuple(state["rewards"]))
+    found = Checkpoint(
+        progress=progress,
+        incarnation=int(state["incarnation"]),
+        state=_state_in(path, index, state, share[0]),
+        journal=journal,
+        incarnations={int(number): (int(parent), int(step), str(name)) for number, (parent, step, name) in state.get("incarnations", {}).items()},
+        schedule=dict(state["schedule"]),
+    )
+    if (digest, progress.step) != (reference.digest, reference.step):
+        raise CheckpointDamaged(f"checkpoint {path} is {digest} after step {progress.step}, registered were {reference.digest} after step {reference.step}")
+    verify(path, index, sorted(index.files)[share[0] :: share[1]])
     return found
 
 
@@ -218,13 +222,11 @@ def saved_weights(reference: CheckpointRef) -> SavedTensors:
     path = Path(reference.path)
     try:
         index, digest = open_index(path, int(orjson.loads((path / "state.json").read_bytes())["schema"]))
-        if digest != reference.digest:
-            raise CheckpointDamaged(f"it is {digest}, and was saved as {reference.digest}: it is damaged")
         verify(path, index, index.files_of(WEIGHTS) if index.files else ())
-    except CheckpointDamaged:
-        raise
     except (OSError, KeyError, TypeError, ValueError, RollstreamError) as problem:
         raise CheckpointDamaged(f"its weights cannot be read ({type(problem).__name__}: {problem})") from problem
+    if digest != reference.digest:
+        raise CheckpointDamaged(f"it is {digest}, and was saved as {reference.digest}: it is damaged")
     return SavedTensors(path, index.groups[WEIGHTS])
 
 

@@ -1,8 +1,8 @@
 """Parts of tensors: boxes that ranks hold, cut out of wholes and put together again as bytes, whatever the layouts of who wrote and who reads.
 
 >>> whole = TensorBytes(dtype="U8", shape=(3, 2), data=bytes(range(6)))
->>> bytes(cut(whole, (1, 0), (2, 1)).data)
-b'\\x02\\x04'
+>>> list(cut(whole, (1, 0), (2, 1)).data)
+[2, 4]
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def _write(path: Path, tensors: Mapping[str, TensorBytes]) -> tuple[JsonValue, d
     header, spans = header_of(tensors)
     total, size = xxhash.xxh3_128(), 0
     with path.open("xb") as file:
-        for piece in (header, *(memoryview(tensors[name].data).cast("B") for name in spans if tensors[name].nbytes)):
+        pieces: list[bytes | memoryview] = [header, *(memoryview(tensors[name].data).cast("B") for name in spans if tensors[name].nbytes)]
+        for piece in pieces:
             file.write(piece)
             total.update(piece)
             size += len(piece)

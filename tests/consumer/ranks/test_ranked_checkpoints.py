@@ -19,9 +19,10 @@ from protocol.config import validate
 from protocol.connection import Client
 from protocol.errors import EXIT_TRY_AGAIN
 from protocol.keys import Keys
-from tests.consumer.ranks.shimmed_megatron import LAYOUT
 
 pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(600)]
+LAYOUT = "TEST_MEGATRON_LAYOUT"
+"""Of `shimmed_megatron`, whose import takes seconds."""
 Tables = Callable[..., dict[str, dict[str, Any]]]
 Start = Callable[..., Awaitable[asyncio.subprocess.Process]]
 
