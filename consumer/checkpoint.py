@@ -148,9 +148,10 @@ def _see_all(folder: Path, index: Index) -> None:
     for name, (size, _) in index.files.items():
         try:
             check_size(folder, name, size)
-        except FileNotFoundError as problem:
+        except (FileNotFoundError, ShardsDamaged) as problem:
             raise RollstreamError(
-                f"{folder / name}: another rank has written it, and rank 0 does not see it: set checkpoint.dir to a folder that the hosts of all ranks share"
+                f"{folder / name}: another rank has written it, and rank 0 does not see it so ({problem}): set checkpoint.dir to a folder that the hosts of all "
+                "ranks share"
             ) from problem
 
 

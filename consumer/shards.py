@@ -23,7 +23,7 @@ import xxhash
 from consumer.backend import TrainingState
 from consumer.parts import Place, Shape, cut, join, overlap, row_range
 from protocol.durable import make_folder, sync_folder
-from protocol.errors import DecodeError, RollstreamError
+from protocol.errors import ConfigError, DecodeError, RollstreamError
 from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import JsonValue
 from weightsync.safetensors_file import header_of, open_tensors
@@ -43,8 +43,8 @@ def not_written(folder: Path, problem: OSError) -> RollstreamError:
     return RollstreamError(f"the checkpoint cannot be written to {folder} ({problem}); free space there or set checkpoint.dir, then --resume")
 
 
-class ShardsDamaged(RollstreamError):
-    """Files of a checkpoint are not as its index says."""
+class ShardsDamaged(ConfigError):
+    """Files of a checkpoint are not as its index says, or not there any more. Going back to an older one is a decision for a person."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +240,7 @@ class SavedTensors(Mapping[str, TensorBytes]):
         return self._entries[name].dtype
 
     def part(self, name: str, start: Shape, shape: Shape) -> TensorBytes:
-        """The box of a tensor that begins at `start`. Raises: `ShardsDamaged` where the files do not have it; `OSError`."""
+        """The box of a tensor that begins at `start`. Raises: `ShardsDamaged` where the files do not have it."""
         entry = self._entries[name]
         try:
             return join(entry.dtype, start, shape, self._read(entry, start, shape))
@@ -257,8 +257,11 @@ class SavedTensors(Mapping[str, TensorBytes]):
             inner = tuple(a - b for a, b in zip(at, part.start, strict=True))
             low, high = row_range(inner, size, part.shape)
             rows = part.shape and (size[0], *part.shape[1:])
-            with (self.folder / part.file).open("rb", buffering=0) as file:
-                data = _read_exactly(file.fileno(), (high - low) * item, part.at + low * item)
+            try:
+                with (self.folder / part.file).open("rb", buffering=0) as file:
+                    data = _read_exactly(file.fileno(), (high - low) * item, part.at + low * item)
+            except OSError as problem:
+                raise ShardsDamaged(f"{self.folder / part.file} cannot be read any more ({problem})") from problem
             yield (at[:1] + part.start[1:]), TensorBytes(dtype=entry.dtype, shape=rows, data=data)
 
     def __getitem__(self, name: str) -> TensorBytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from consumer.backend import TrainingState
 from consumer.checkpoint import Checkpoint, CheckpointDamaged, Progress, read_checkpoint, saved_weights, write_checkpoint
 from consumer.journal import JournalTail
 from consumer.parts import Place, cut, join
-from consumer.shards import SavedTensors, Told, merged, part_of, read_index, write_shards
-from protocol.errors import DecodeError, RollstreamError
+from consumer.shards import SavedTensors, ShardsDamaged, Told, merged, part_of, read_index, write_shards
+from protocol.errors import EXIT_CONFIG, DecodeError, RollstreamError
 from weightsync.safetensors_file import write_tensors
 from weightsync.snapshot import TensorBytes, weights_digest
 
@@ -117,7 +118,7 @@ def test_a_rank_without_the_folder_and_a_folder_without_the_part_say_what_to_sha
     other = tmp_path / "other"
     other.mkdir()
     checkpoint = Checkpoint(progress=Progress(step=3), incarnation=1, state=part(0, 2), journal=JournalTail().dump(), schedule={})
-    with pytest.raises(RollstreamError, match=r"rank 0 does not see it: set checkpoint\.dir"):
+    with pytest.raises(RollstreamError, match=r"rank 0 does not see it so .*: set checkpoint\.dir"):
         write_checkpoint(tmp_path / "own", checkpoint, model_path=model_path, others=lambda _: lambda: [write_shards(other, part(1, 2))])
     assert list((tmp_path / "own").iterdir()) == []
 
@@ -139,6 +140,15 @@ def test_a_checkpoint_of_the_first_schema_is_read_and_checked_by_its_weights(tmp
     for read in (lambda: read_checkpoint(old, folder=tmp_path), lambda: saved_weights(old)):
         with pytest.raises(CheckpointDamaged):
             read()
+
+
+def test_a_checkpoint_that_was_deleted_meanwhile_is_exit_2(tmp_path: Path, model_path: Path):
+    reference = written(tmp_path, model_path, [part(0, 1)])
+    state = read_checkpoint(reference, folder=tmp_path).state
+    shutil.rmtree(reference.path)
+    with pytest.raises(ShardsDamaged, match="cannot be read any more") as raised:
+        state.weights["matrix"]
+    assert raised.value.exit_code == EXIT_CONFIG
 
 
 def test_of_a_part_no_more_than_its_rows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
