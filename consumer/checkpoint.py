@@ -38,6 +38,7 @@ from consumer.shards import (
     WEIGHTS,
     Index,
     SavedTensors,
+    ShardsDamaged,
     Told,
     check_size,
     digest_of_index,
@@ -150,8 +151,8 @@ def _see_all(folder: Path, index: Index) -> None:
             check_size(folder, name, size)
         except (FileNotFoundError, ShardsDamaged) as problem:
             raise RollstreamError(
-                f"{folder / name}: another rank has written it, and rank 0 does not see it so ({problem}): set checkpoint.dir to a folder that the hosts of all "
-                "ranks share"
+                f"{folder / name}: another rank has written it, and rank 0 does not see it so ({problem}): set checkpoint.dir to a folder that the hosts "
+                "of all ranks share"
             ) from problem
 
 
