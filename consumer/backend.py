@@ -14,6 +14,7 @@ from typing import Protocol, cast, runtime_checkable
 from consumer.batch import ChunkBatch
 from consumer.config import TrainerConfig
 from consumer.losses.config import LossConfig
+from consumer.parts import Place
 from protocol.dotted import load_dotted
 from protocol.errors import ConfigError
 from weightsync.snapshot import HeldWeights, TensorBytes, digest_of
@@ -57,10 +58,21 @@ class TrainingState:
 
     weights: Mapping[str, TensorBytes]
     optimizer: Mapping[str, TensorBytes]
-    """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`; of a critic, the same and `weights.<parameter>` after `critic.`."""
+    """`exp_avg.<parameter>`, `exp_avg_sq.<parameter>`, `step.<parameter>`."""
     rng: Mapping[str, bytes]
     base: Base | None = None
     """Where `weights` are an adapter's."""
+    others: Mapping[str, Mapping[str, TensorBytes]] = field(default_factory=dict)
+    """Further groups of tensors by name, which is that of a file: what is trained beside the policy."""
+    part: tuple[int, int] = (0, 1)
+    """(r, n): what rank r of n ranks has, which together have everything once; (0, 1): everything."""
+    places: Mapping[str, Mapping[str, Place]] = field(default_factory=dict)
+    """By group and name, where a tensor that is a part belongs; a tensor without a place is whole."""
+
+    @property
+    def groups(self) -> dict[str, Mapping[str, TensorBytes]]:
+        """All tensors by the name of their group."""
+        return {"weights": self.weights, "optimizer": self.optimizer, **self.others}
 
 
 class Backend(Protocol):
@@ -85,7 +97,7 @@ class Backend(Protocol):
         """
 
     def capture(self) -> TrainingState:
-        """A copy of everything. Only between steps."""
+        """A copy of everything; of several ranks each may give its part. Only between steps: training waits for nothing of a checkpoint but this."""
 
     def restore(self, state: TrainingState) -> None:
         """Continue from `state`. Raises: `RollstreamError` if it belongs to another model."""
@@ -100,6 +112,15 @@ class SharesDevice(Protocol):
 
     def onload(self) -> None:
         """Weights and optimizer are on the device. Harmless when they are."""
+
+
+@runtime_checkable
+class ReadsItsPart(Protocol):
+    """What a backend of several ranks may have besides: `restore` takes, on every rank, a whole state that is on disk, and reads of it what that rank needs
+    (`consumer.shards.part_of`). Any other gets what rank 0 read, by broadcast.
+    """
+
+    reads_its_part: bool
 
 
 @runtime_checkable

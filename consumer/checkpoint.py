@@ -1,13 +1,18 @@
 """Checkpoints on disk: whole or not there, and no pickle.
 
     <folder>/step-000123-2/          after step 123 of incarnation 2
-        model/                       a Hugging Face model folder: config, tokenizer, model.safetensors; with [lora] a peft folder that holds the adapter alone
-        optimizer.safetensors        exp_avg, exp_avg_sq and step by parameter name
-        state.json                   step, incarnation, digest, random state, learning-rate schedule, stop criteria's counters
+        model/                       a Hugging Face model folder: config, tokenizer; with one rank model.safetensors;
+                                     with [lora] a peft folder that holds the adapter alone
+        optimizer.safetensors        with one rank: exp_avg, exp_avg_sq and step by parameter name
+        shards/                      with several: what each rank has of either
+        index.json                   every file's size and checksum, and where every tensor lies (`consumer.shards`)
+        state.json                   step, incarnation, digest, random states, learning-rate schedule, stop criteria's counters
         journal.msgpack              the journal since the oldest kept checkpoint
     <folder>/.tmp-step-…             being written, or left by a kill: never read, removed at the next start
+    <folder>/SAVE                    made by a person: one is written after the next step, then it is removed
 
-A folder gets its name by one rename, after its files and their directories are on disk; it is a checkpoint once the ledger has registered it (rule T5).
+A folder gets its name by one rename, once all ranks have said that their files are on disk, and its own are; it is a checkpoint once the ledger has
+registered it (rule T5).
 """
 
 from __future__ import annotations
@@ -17,29 +22,52 @@ import binascii
 import contextlib
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import orjson
 
 from buffer.contract import CheckpointRef
 from consumer.backend import Base, TrainingState
 from consumer.journal import JournalTail
+from consumer.shards import (
+    INDEX,
+    MODEL_FILE,
+    OPTIMIZER,
+    WEIGHTS,
+    Index,
+    SavedTensors,
+    ShardsDamaged,
+    Told,
+    check_size,
+    digest_of_index,
+    index_of_files,
+    merged,
+    read_index,
+    told_of,
+    verify,
+    write_shards,
+)
 from protocol.durable import make_folder, sync_folder, write_file
 from protocol.errors import ConfigError, RollstreamError
 from protocol.failpoints import Failpoint, failpoint
-from weightsync.lora import ADAPTER_FILE, ADAPTER_SETTINGS
-from weightsync.safetensors_file import open_tensors, write_tensors
-from weightsync.snapshot import TensorBytes, weights_digest
+from weightsync.lora import ADAPTER_SETTINGS
+from weightsync.safetensors_file import open_tensors
+from weightsync.snapshot import weights_digest
+from weightsync.version_files import asset_files
 
-SCHEMA = 1
+SCHEMA = 2
+_JOURNAL = "journal.msgpack"
+_WHOLE = {WEIGHTS: MODEL_FILE, OPTIMIZER: "optimizer.safetensors"}
+"""All that checkpoints of schema 1 had; their digest is that of the weights."""
 Incarnations: TypeAlias = "Mapping[int, tuple[int, int, str]]"
 """Incarnation → (parent, fork step, random id; "" where that is not known)."""
+Others: TypeAlias = Callable[[Path], Callable[[], Sequence[Told]]]
+"""Has the other ranks write their parts into a folder; what it returns waits for them."""
 _NAME = re.compile(r"step-\d{6,}-\d+")
-_TEMPORARY, _WHOLE = ".tmp-", "model.safetensors"
-_WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +88,8 @@ class Checkpoint:
 
     progress: Progress
     incarnation: int
-    digest: str
-    """Of the weights."""
     state: TrainingState
+    """Of one that was read: still on disk, see `consumer.shards.SavedTensors`."""
     journal: bytes
     incarnations: Incarnations = field(default_factory=dict)
     """The fork table as its trainer knew it, for a ledger that lost it (rule R1)."""
@@ -78,24 +105,36 @@ def checkpoint_name(step: int, incarnation: int) -> str:
     return f"step-{step:06d}-{incarnation}"
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path) -> Path:
-    """Write and return the final folder, durable. Blocks: call it in a thread. Written again, it replaces what an unregistered attempt left."""
+def nobody(_folder: Path) -> Callable[[], Sequence[Told]]:
+    """`Others` where one rank has everything."""
+    return lambda: ()
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path, others: Others = nobody) -> CheckpointRef:
+    """Write it, with what the other ranks have, and return what it is known by; it is durable. Blocks: call it in a thread. Written again, it replaces what an
+    unregistered attempt left.
+
+    Raises: `OSError`; what `others` raises; `RollstreamError` for files of another rank that are not to be seen here. Nothing is left then.
+    """
     name = checkpoint_name(checkpoint.progress.step, checkpoint.incarnation)
     target, temporary = folder / name, folder / f"{_TEMPORARY}{name}"
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(folder)
     (temporary / "model").mkdir(parents=True)
     try:
+        waiting = others(temporary)
         base = checkpoint.state.base
         if base is not None:
             write_file(temporary / "model" / ADAPTER_SETTINGS, base.settings)
-        for source in sorted(model_path.iterdir()) if base is None else ():
-            if source.is_file() and source.suffix not in _WEIGHT_SUFFIXES and not source.name.endswith(".index.json"):
-                write_file(temporary / "model" / source.name, source.read_bytes())
-        write_tensors(temporary / "model" / (_WHOLE if base is None else ADAPTER_FILE), checkpoint.state.weights, durable=True)
-        write_tensors(temporary / "optimizer.safetensors", checkpoint.state.optimizer, durable=True)
-        write_file(temporary / "journal.msgpack", checkpoint.journal)
-        write_file(temporary / "state.json", _dump_state(checkpoint))
+        for source in asset_files(model_path) if base is None else ():
+            write_file(temporary / "model" / source.name, source.read_bytes())
+        write_file(temporary / _JOURNAL, checkpoint.journal)
+        told = [write_shards(temporary, checkpoint.state), *waiting()]
+        index = merged([*told, told_of(_JOURNAL, checkpoint.journal)])
+        _see_all(temporary, read_index(index))
+        digest = digest_of_index(index)
+        write_file(temporary / INDEX, index)
+        write_file(temporary / "state.json", _dump_state(checkpoint, digest, told))
         sync_folder(temporary / "model")
         sync_folder(temporary)
         failpoint(Failpoint.CHECKPOINT_WRITTEN)
@@ -107,46 +146,103 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path) 
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return target
+    return CheckpointRef(step=checkpoint.progress.step, incarnation=checkpoint.incarnation, digest=digest, path=str(target))
 
 
-def read_checkpoint(reference: CheckpointRef, *, folder: Path) -> Checkpoint:
-    """The registered checkpoint, verified by the digest of its weights. A run folder may have moved since: `folder` is tried too.
+def _see_all(folder: Path, index: Index) -> None:
+    """Raises: `RollstreamError` for files that another rank has written elsewhere."""
+    for name, (size, _) in index.files.items():
+        try:
+            check_size(folder, name, size)
+        except (FileNotFoundError, ShardsDamaged) as problem:
+            raise RollstreamError(
+                f"{folder / name}: another rank has written it, and rank 0 does not see it so ({problem}): set checkpoint.dir to a folder that the hosts "
+                "of all ranks share"
+            ) from problem
 
+
+def read_checkpoint(reference: CheckpointRef, *, folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
+    """The registered checkpoint, its files verified; its tensors stay on disk. A run folder may have moved since: `folder` is tried too.
+
+    `share`: (r, n), where rank r of n verifies only every n-th file, since the others do the rest.
     Raises: `CheckpointDamaged` naming the file.
     """
     path = Path(reference.path)
     if not path.is_dir():
         path = folder / checkpoint_name(reference.step, reference.incarnation)
     try:
-        state = orjson.loads((path / "state.json").read_bytes())
-        base = Base(**state["base"]) if state.get("base") else None
-        weights = _read_tensors(path / "model" / (_WHOLE if base is None else ADAPTER_FILE))
-        optimizer = _read_tensors(path / "optimizer.safetensors")
-        journal = (path / "journal.msgpack").read_bytes()
-        JournalTail.load(journal)
-        rng = {name: base64.b64decode(text, validate=True) for name, text in state["rng"].items()}
-        progress = Progress(step=state["step"], tokens=state["tokens"], elapsed_s=state["elapsed_s"], rewards=tuple(state["rewards"]))
-        incarnation, schema, schedule = int(state["incarnation"]), int(state["schema"]), dict(state["schedule"])
-        incarnations = {int(number): (int(parent), int(step), str(name)) for number, (parent, step, name) in state.get("incarnations", {}).items()}
+        return _read(path, reference, share)
+    except CheckpointDamaged:
+        raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError, binascii.Error, RollstreamError) as problem:
         raise CheckpointDamaged(f"checkpoint of step {reference.step} in {path} cannot be read ({type(problem).__name__}: {problem})") from problem
-    if schema > SCHEMA:
+
+
+def _read(path: Path, reference: CheckpointRef, share: tuple[int, int]) -> Checkpoint:
+    state = orjson.loads((path / "state.json").read_bytes())
+    if (schema := int(state["schema"])) > SCHEMA:
         raise CheckpointDamaged(f"checkpoint {path} was written with schema {schema}, this process reads up to {SCHEMA}: upgrade rollstream here")
-    digest = weights_digest(weights)
-    if digest != reference.digest or progress.step != reference.step:
-        raise CheckpointDamaged(
-            f"checkpoint {path} holds weights {digest} after step {progress.step}, registered were {reference.digest} after step {reference.step}"
-        )
-    return Checkpoint(
+    index, digest = open_index(path, schema)
+    journal = (path / _JOURNAL).read_bytes()
+    JournalTail.load(journal)
+    progress = Progress(step=state["step"], tokens=state["tokens"], elapsed_s=state["elapsed_s"], rewards=tuple(state["rewards"]))
+    found = Checkpoint(
         progress=progress,
-        incarnation=incarnation,
-        digest=digest,
-        state=TrainingState(weights=weights, optimizer=optimizer, rng=rng, base=base),
+        incarnation=int(state["incarnation"]),
+        state=_state_in(path, index, state, share[0]),
         journal=journal,
-        incarnations=incarnations,
-        schedule=schedule,
+        incarnations={int(number): (int(parent), int(step), str(name)) for number, (parent, step, name) in state.get("incarnations", {}).items()},
+        schedule=dict(state["schedule"]),
     )
+    if (digest, progress.step) != (reference.digest, reference.step):
+        raise CheckpointDamaged(f"checkpoint {path} is {digest} after step {progress.step}, registered were {reference.digest} after step {reference.step}")
+    verify(path, index, sorted(index.files)[share[0] :: share[1]])
+    return found
+
+
+def open_index(path: Path, schema: int) -> tuple[Index, str]:
+    """Where the tensors of the checkpoint in `path` lie, and its digest. Of schema 1, whose files had no checksums, the weights are read for that.
+
+    Raises: `RollstreamError`, `OSError`.
+    """
+    if schema == 1:
+        with open_tensors(path / MODEL_FILE) as tensors:
+            return index_of_files(path, _WHOLE), weights_digest(tensors)
+    content = (path / INDEX).read_bytes()
+    return read_index(content), digest_of_index(content)
+
+
+def saved_state(path: Path, share: tuple[int, int]) -> TrainingState:
+    """What rank `share[0]` of `share[1]` reads its part from, once rank 0 has found the checkpoint in `path`. Raises: `CheckpointDamaged`."""
+    try:
+        state = orjson.loads((path / "state.json").read_bytes())
+        reference = CheckpointRef(step=int(state["step"]), incarnation=int(state["incarnation"]), digest=str(state["digest"]), path=str(path))
+    except FileNotFoundError as problem:
+        raise CheckpointDamaged(f"{path} is not to be seen here: set checkpoint.dir to a folder that the hosts of all ranks share") from problem
+    except (OSError, KeyError, TypeError, ValueError) as problem:
+        raise CheckpointDamaged(f"{path}/state.json cannot be read ({type(problem).__name__}: {problem})") from problem
+    return read_checkpoint(reference, folder=path.parent, share=share).state
+
+
+def saved_weights(reference: CheckpointRef) -> SavedTensors:
+    """The weights of the checkpoint at `reference.path`, verified, and nothing else of it. Raises: `CheckpointDamaged`."""
+    path = Path(reference.path)
+    try:
+        index, digest = open_index(path, int(orjson.loads((path / "state.json").read_bytes())["schema"]))
+        verify(path, index, index.files_of(WEIGHTS) if index.files else ())
+    except (OSError, KeyError, TypeError, ValueError, RollstreamError) as problem:
+        raise CheckpointDamaged(f"its weights cannot be read ({type(problem).__name__}: {problem})") from problem
+    if digest != reference.digest:
+        raise CheckpointDamaged(f"it is {digest}, and was saved as {reference.digest}: it is damaged")
+    return SavedTensors(path, index.groups[WEIGHTS])
+
+
+def _state_in(path: Path, index: Index, state: Mapping[str, Any], rank: int) -> TrainingState:
+    groups = {group: SavedTensors(path, entries) for group, entries in index.groups.items()}
+    every = [state["rng"], *state.get("rank_rng", [])]
+    rng = {name: base64.b64decode(text, validate=True) for name, text in every[rank if rank < len(every) else 0].items()}
+    base = Base(**state["base"]) if state.get("base") else None
+    return TrainingState(weights=groups.pop(WEIGHTS), optimizer=groups.pop(OPTIMIZER), rng=rng, base=base, others=groups)
 
 
 def checkpoints_on_disk(folder: Path) -> list[CheckpointRef]:
@@ -186,25 +282,21 @@ def _order(name: str) -> tuple[int, int]:
     return int(step), int(incarnation)
 
 
-def _dump_state(checkpoint: Checkpoint) -> bytes:
+def _dump_state(checkpoint: Checkpoint, digest: str, told: Sequence[Told]) -> bytes:
     progress, base = checkpoint.progress, checkpoint.state.base
     state = {
         "schema": SCHEMA,
         "step": progress.step,
         "incarnation": checkpoint.incarnation,
-        "digest": checkpoint.digest,
+        "digest": digest,
         "tokens": progress.tokens,
         "elapsed_s": progress.elapsed_s,
         "rewards": list(progress.rewards),
         "incarnations": {str(number): list(fork) for number, fork in checkpoint.incarnations.items()},
         "schedule": dict(checkpoint.schedule),
-        "rng": {name: base64.b64encode(value).decode() for name, value in checkpoint.state.rng.items()},
+        "rng": told[0]["rng"],
+        "rank_rng": [one["rng"] for one in told[1:]],
     }
     if base is not None:
         state["base"] = {"path": base.path, "digest": base.digest, "scaling": base.scaling}
     return orjson.dumps(state, option=orjson.OPT_INDENT_2)
-
-
-def _read_tensors(path: Path) -> dict[str, TensorBytes]:
-    with open_tensors(path) as tensors:
-        return {name: TensorBytes(dtype=tensor.dtype, shape=tensor.shape, data=bytes(tensor.data)) for name, tensor in tensors.items()}

@@ -9,6 +9,7 @@ import functools
 import importlib
 import logging
 import os
+import signal
 import socket
 import time
 import uuid
@@ -39,11 +40,13 @@ from consumer.ranks.children import Children, StartOthers
 from consumer.ranks.crew import Alone, Crew
 from consumer.ranks.making import make_backend
 from consumer.ranks.place import Place
+from consumer.sentinel import Sentinel
 from consumer.trackers.tracked import open_metrics
 from consumer.worker import Worker
 from protocol.connection import Client
+from protocol.daemon import hearing
 from protocol.durable import make_folder
-from protocol.errors import ConfigError, Fenced, RunExists
+from protocol.errors import EXIT_CONFIG, ConfigError, Fenced, RollstreamError, RunExists
 from protocol.failpoints import Failpoint, failpoint
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
@@ -127,6 +130,7 @@ async def run_trainer(
     storage = open_storage(settings or config.buffer, config.run.name)
     about = None if new_as is None else RecordingAbout(run=config.run.name, identity=new_as, settings=config.buffer)
     await asyncio.to_thread(claim_storage, storage, about)
+    wish = hearing(signal.SIGUSR1, Sentinel(config.checkpoint_folder).ask)
     async with Worker() as worker, _ranks(config, place, worker, start_others) as ranks:
         back = None if from_step is None else _Back(step=from_step, abandon=abandon)
         start = await _start_from(config, ledger, await _backend(config, ranks, worker), worker, new_as=new_as, back=back)
@@ -154,7 +158,7 @@ async def run_trainer(
                 turns = Turns(client, keys, waker) if config.placement.layout == "colocated" else None
                 buffer = TrainerBuffer(ledger, waker, attachment.incarnation, storage)
                 crew = Alone(buffer) if ranks is None else await ranks.begin(attachment.incarnation, buffer)
-                with _training(config, start, here, buffer, crew) as (loop, mender):
+                with wish, _training(config, start, here, buffer, crew) as (loop, mender):
                     async with (
                         _device(turns, loop, mender, start.backend, here),
                         upkeep(ledger, storage, attachment.incarnation) as spiller,
@@ -199,11 +203,14 @@ async def _start_from(
     above = await asyncio.to_thread(newest_incarnation, folder, witness, store)
     if reference is None:
         return _Start(backend=backend, progress=Progress(), journal=JournalTail(), checkpoint=None, abandon=given_up, above=above)
+    share = (0, getattr(backend, "readers", 1))  # other ranks verify what is left
     try:
-        found = await asyncio.to_thread(read_checkpoint, reference, folder=folder)
-    except CheckpointDamaged as problem:
+        found = await asyncio.to_thread(read_checkpoint, reference, folder=folder, share=share)
+        await worker.call(backend.restore, found.state)
+    except RollstreamError as problem:
+        if problem.exit_code != EXIT_CONFIG:
+            raise
         raise CheckpointDamaged(f"{problem}; {_instead(status.checkpoints, reference)}") from problem
-    await worker.call(backend.restore, found.state)
     return _Start(
         backend=backend,
         progress=found.progress,

@@ -43,7 +43,7 @@ from protocol.failpoints import Failpoint, failpoint
 from protocol.messages import Edge, GroupHeader, JsonValue, RolloutGroup, TrainerStatus
 from protocol.versions import Version
 from weightsync.publisher import Publisher
-from weightsync.snapshot import HeldWeights, Snapshot, TensorBytes, digest_of, weights_digest
+from weightsync.snapshot import HeldWeights, Snapshot, TensorBytes, digest_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,10 +304,12 @@ class TrainingLoop:
         self._show(step=step + 1)
         if weights.tensors is not None:
             self._submit(weights)
+        begun = time.monotonic()
         if wanted:  # a checkpoint in flight is of an earlier step and may free nothing; asked for only here, the wish must not be lost
             await self._parts.keeper.settle()
-        if self._parts.keeper.due(step, wanted=wanted):
+        if due := self._parts.keeper.due(step, wanted=wanted):
             await self._checkpoint(background)
+        blocked_s = time.monotonic() - begun if due or wanted else 0.0
         self._parts.metrics.append(
             {
                 "step": step,
@@ -315,6 +317,7 @@ class TrainingLoop:
                 "at": time.time(),
                 "elapsed_s": elapsed_s,
                 "tokens_total": tokens,
+                "checkpoint_blocked_s": blocked_s,
                 **told,
                 **self._publishing(),
             }
@@ -335,7 +338,7 @@ class TrainingLoop:
 
     async def _checkpoint(self, group: asyncio.TaskGroup) -> None:
         state = await self._parts.worker.call(self._parts.backend.capture)
-        self._parts.keeper.begin(group, self.progress, await asyncio.to_thread(weights_digest, state.weights), state)
+        self._parts.keeper.begin(group, self.progress, state, self._parts.crew.write)
 
     def _blocked(self, edge: Edge) -> None:
         """Called at least once a second while a chunk is waited for; one that is fetched while another trains holds nobody up."""

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import logging
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from consumer.ranks.children import Children, StartOthers, die_with_rank_0
 from consumer.ranks.place import LOCAL, Place, own_place, place_of
 from protocol.config import load
 from protocol.connection import check_server, connect
-from protocol.daemon import arguments, run_daemon
+from protocol.daemon import arguments, ignore, run_daemon
 from protocol.errors import ConfigError, IdentityMismatch, RunExists, RunMissing
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--from-step goes with --resume or --shadow")
     if options.abandon and not (options.resume and options.from_step is not None):
         parser.error("--abandon goes with --resume --from-step N")
+    ignore(signal.SIGUSR1)  # rank 0 hears it while it trains; batch systems send it to every rank
     die_with_rank_0()
     keep_freed_memory()
     rank = os.environ.get("RANK", "0")

@@ -111,6 +111,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _m("train_s", "s", "Of these, in the model."),
         _m("snapshot_s", "s", "Of train_s, copying the weights for publishing."),
         _m("digest_s", "s", "Of train_s, telling what the weights are known by."),
+        _m(
+            "checkpoint_blocked_s",
+            "s",
+            "After the step, training waited for a checkpoint: the copy to host memory, and one under way where payloads must be freed.",
+        ),
     ),
 }
 

@@ -101,7 +101,8 @@ class OfflineTraining:
         self._trained_on: dict[int, str] = {}
         """Digest of what each step was made of, since this process began."""
         self._incarnation = 0
-        self._digest = ""
+        self._moved = False
+        """Trained since the checkpoint that it began with, or went back to one."""
         self.progress = progress
         self.waiting_for: Edge | None = None
         self.waiting_since = 0.0
@@ -174,7 +175,7 @@ class OfflineTraining:
     def _adopt(self, checkpoint: Checkpoint) -> None:
         self.progress = dataclasses.replace(checkpoint.progress, elapsed_s=self.progress.elapsed_s)
         self._trained_on = {step: made for step, made in self._trained_on.items() if step <= self.progress.step}
-        self._incarnation, self._digest = checkpoint.incarnation, checkpoint.digest
+        self._incarnation, self._moved = checkpoint.incarnation, True
         self._parts.shelf.start(self.progress.step)
 
     # -- a step ------------------------------------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class OfflineTraining:
         batches, report, digest_here = await parts.worker.call(self._take_step, step)
         seconds = time.monotonic() - started_s + wait_s
         stats = step_stats(batches, report, seconds=seconds, wait_s=wait_s, train_s=parts.worker.busy_s - busy_s)
-        self._incarnation, self._digest = step.incarnation, digest_here
+        self._incarnation, self._moved = step.incarnation, True
         self._trained_on[step.step] = _made_of(step)
         self.progress = Progress(
             step=step.step,
@@ -212,10 +213,10 @@ class OfflineTraining:
 
     async def _keep(self) -> None:
         """A checkpoint of the newest step, unless there is one, or nothing was trained yet."""
-        if not self._digest or (self.progress.step, self._incarnation) in await asyncio.to_thread(self._parts.shelf.kept):
+        if not self._moved or (self.progress.step, self._incarnation) in await asyncio.to_thread(self._parts.shelf.kept):
             return
         state = await self._parts.worker.call(self._parts.backend.capture)
-        await asyncio.to_thread(self._parts.shelf.write, self.progress, incarnation=self._incarnation, digest=self._digest, state=state)
+        await asyncio.to_thread(self._parts.shelf.write, self.progress, incarnation=self._incarnation, state=state)
 
     def _wait(self, edge: Edge | None) -> None:
         now = time.time()

@@ -17,6 +17,7 @@ from consumer.backend import TrainingState
 from consumer.checkpoint import Checkpoint, CheckpointDamaged, Progress, read_checkpoint, sweep, write_checkpoint
 from consumer.config import CheckpointConfig, TrainerConfig
 from consumer.journal import JournalTail
+from consumer.sentinel import Sentinel
 from protocol.durable import make_folder
 from protocol.errors import ConfigError
 
@@ -31,6 +32,7 @@ class Shelf:
     def __init__(self, folder: Path, *, config: CheckpointConfig, trainer: TrainerConfig, model_path: Path) -> None:
         self._folder, self._config, self._model_path = folder, config, model_path
         self._schedule = {"lr": trainer.lr, "warmup_steps": float(trainer.warmup_steps)}
+        self._sentinel = Sentinel(folder)
         self._at, self._step = time.monotonic(), 0
 
     def start(self, step: int) -> None:
@@ -40,7 +42,7 @@ class Shelf:
     def due(self, step: int) -> bool:
         by_time = self._config.every_seconds > 0 and time.monotonic() - self._at >= self._config.every_seconds
         by_steps = self._config.every_steps > 0 and step - self._step >= self._config.every_steps
-        return by_time or by_steps
+        return by_time or by_steps or self._sentinel.there()
 
     def kept(self) -> list[tuple[int, int]]:
         """(step, incarnation) of each, ascending."""
@@ -56,17 +58,18 @@ class Shelf:
             raise CheckpointDamaged(f"checkpoint {path} cannot be read ({problem}); move it away to go on from the one before it") from problem
         return read_checkpoint(CheckpointRef(step=step, incarnation=incarnation, digest=digest, path=str(path)), folder=self._folder)
 
-    def write(self, progress: Progress, *, incarnation: int, digest: str, state: TrainingState) -> None:
+    def write(self, progress: Progress, *, incarnation: int, state: TrainingState) -> None:
         """Durable on return; the oldest beyond `keep` go. What lies after it is of a line that was given up, and goes too."""
-        journal = JournalTail().dump()
+        asked, journal = self._sentinel.asked(), JournalTail().dump()
         write_checkpoint(
             self._folder,
-            Checkpoint(progress=progress, incarnation=incarnation, digest=digest, state=state, journal=journal, schedule=self._schedule),
+            Checkpoint(progress=progress, incarnation=incarnation, state=state, journal=journal, schedule=self._schedule),
             model_path=self._model_path,
         )
         before = [one for one in self.kept() if one[0] < progress.step]
         kept = [*before[1 - self._config.keep :], (progress.step, incarnation)]
         sweep(self._folder, [_reference(self._folder, *one) for one in kept], incarnation=_ANY_INCARNATION)
+        self._sentinel.answered(asked)
         self.start(progress.step)
 
 

@@ -33,6 +33,7 @@ from consumer.model_shaping import float32_head, free_bytes, recompute_activatio
 from consumer.packed_rows import packed_inputs, quadratic_cost, use_packed_rows
 from consumer.packing import PackedBatch, packed_batches
 from consumer.row_digest import row_digest
+from consumer.shards import shape_of
 from consumer.snapshot_buffers import SnapshotBuffers
 from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
@@ -308,8 +309,8 @@ class TorchBackend:
             odd = sorted(set(state.weights) ^ set(self._kept))
             raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct {self._folder_key}")
         for name, tensor in self._kept.items():
-            if tuple(tensor.shape) != state.weights[name].shape:
-                raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {state.weights[name].shape}, expected {tuple(tensor.shape)}")
+            if tuple(tensor.shape) != (found := shape_of(state.weights, name)):
+                raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {found}, expected {tuple(tensor.shape)}")
 
     def _random_state(self) -> dict[str, bytes]:
         rng = {"torch": bytes(torch.get_rng_state().numpy())}

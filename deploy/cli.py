@@ -61,6 +61,7 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     engine.add_argument("--index", type=_index, default=0, metavar="I", help="which of the run's engines this is: 0, 1, …")
     _add_carriers(commands)
     _add_eval(commands)
+    _add_export_model(commands)
     serve = _with_file(commands, "serve", _serve, "the HTTP service")
     serve.description = (
         "Answer /metrics (Prometheus), /v1/... (JSON), /healthz and /readyz about a run from its Redis, at http.host and http.port (8765), and print where. It "
@@ -109,6 +110,17 @@ def _add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "Load a checkpoint, a published version or a model folder into an engine of its own and evaluate the held-out sets of [eval] greedily, as a run does. "
         "Needs no trainer, no producer and no Redis; where the run's Redis answers, its audit gets the results. Exit codes: 0 evaluated, 1 fault, stopped "
         "or a set without an answer, 2 bad configuration or no such checkpoint, 75 a store or an engine does not answer."
+    )
+
+
+def _add_export_model(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _with_file(commands, "export-model", _export_model, "a saved model as one Hugging Face model folder")
+    parser.add_argument("--checkpoint", default="latest", metavar="WHICH", help="a step, a version such as 2:120, latest, or a folder (default: latest)")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--dtype", default="", choices=("float32", "bfloat16", "float16"), help="of the weights (default: as they were trained)")
+    parser.description = (
+        "Write the weights of a checkpoint, of whatever number of ranks, or of a published version into a folder that transformers and SGLang load, after "
+        "checking them. Needs no Redis. Exit codes: 0 written, 1 fault, 2 bad configuration, no such checkpoint or no room, 75 a store does not answer."
     )
 
 
@@ -224,6 +236,12 @@ def _eval(options: argparse.Namespace) -> int:
     from deploy.evaluate import evaluate
 
     return evaluate(options)
+
+
+def _export_model(options: argparse.Namespace) -> int:
+    from deploy.export_model import export_model
+
+    return export_model(options)
 
 
 def _relay(options: argparse.Namespace) -> int:

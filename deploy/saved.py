@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import re
 import shutil
@@ -21,21 +22,23 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import orjson
 
 from buffer.contract import CheckpointRef
-from consumer.checkpoint import checkpoints_on_disk
+from consumer.checkpoint import CheckpointDamaged, checkpoints_on_disk, saved_weights
 from consumer.config import CheckpointConfig
+from consumer.model_folder import write_model
+from consumer.shards import MODEL_FILE, SavedTensors
 from protocol.config import ModelConfig, RunConfig
-from protocol.errors import ConfigError, DecodeError, ManifestError, Unavailable
+from protocol.errors import ConfigError, DecodeError, Unavailable
 from protocol.messages import Manifest
 from protocol.versions import Version
 from weightsync.adapter_store import KIND as ADAPTER
 from weightsync.config import WeightsConfig
 from weightsync.lora import ADAPTER_SETTINGS
 from weightsync.mirror import Mirror
-from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import weights_digest
 from weightsync.store import DirectoryStore, VersionStore, open_store
 from weightsync.version_files import MANIFEST_FILE
@@ -63,10 +66,21 @@ class Saved:
     """Of its weights, where something recorded it; checked."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharded:
+    """A checkpoint of several ranks: its weights are in parts."""
+
+    saved: Saved
+    weights: SavedTensors
+
+
+_Found: TypeAlias = Saved | _Sharded | tuple[Manifest, VersionStore]
+
+
 @contextlib.asynccontextmanager
 async def saved_model(what: str, *, run: RunConfig, model: ModelConfig, checkpoint: CheckpointConfig, weights: WeightsConfig) -> AsyncIterator[Saved]:
-    """The model that `what` names, whole and checked against its digest, for as long as the context is open: a version behind a URL, or one that holds what
-    changed only, is made whole in a temporary folder.
+    """The model that `what` names, whole and checked against its digest, for as long as the context is open: a version behind a URL, one that holds what
+    changed only, and a checkpoint that several ranks wrote, are made whole in a temporary folder.
 
     Raises: `ConfigError` naming what there is, or that there is no room for it; `ManifestError` for a damaged version; `Unavailable`: the store does not
     answer.
@@ -79,6 +93,12 @@ async def saved_model(what: str, *, run: RunConfig, model: ModelConfig, checkpoi
         found = await asyncio.to_thread(_find, what, checkpoint.folder(run), store)
     if isinstance(found, Saved):
         yield found
+        return
+    if isinstance(found, _Sharded):
+        async with _scratch() as folder:
+            with _asking(store):
+                await asyncio.to_thread(write_model, folder / "model", found.weights, found.saved.folder)
+            yield dataclasses.replace(found.saved, folder=folder / "model")
         return
     manifest, store = found
     if manifest.kind == ADAPTER:
@@ -129,7 +149,7 @@ def _remove(folder: Path) -> None:
             time.sleep(_LOOK_S)
 
 
-def _find(what: str, checkpoints: Path, store: VersionStore) -> Saved | tuple[Manifest, VersionStore]:
+def _find(what: str, checkpoints: Path, store: VersionStore) -> _Found:
     version = _version_of(what)
     if what != LATEST and version is None and not _NUMBER.fullmatch(what):
         return _folder(Path(what))
@@ -169,7 +189,7 @@ def _named(versions: Sequence[Version]) -> str:
     return "there are " + ", ".join(str(one) for one in versions[-_NAMED:]) + (f" and {left} older" if left > 0 else "")
 
 
-def _folder(path: Path) -> Saved | tuple[Manifest, VersionStore]:
+def _folder(path: Path) -> _Found:
     if not path.is_dir():
         raise ConfigError(f"--checkpoint {path}: no such folder; give one, a step, a version such as 1:20, or {LATEST}")
     if (path / "state.json").is_file():
@@ -192,11 +212,7 @@ def _of_folder(name: str) -> Version | None:
 
 def _plain(path: Path, *, key: str = "model.path") -> Saved:
     """A Hugging Face model folder."""
-    if (path / ADAPTER_SETTINGS).is_file():
-        raise _adapter(f"{key} {path}")
-    for name in ("config.json", "tokenizer.json"):
-        if not (path / name).is_file():
-            raise ConfigError(f"{key} {path}: has no {name}; give a folder with config.json, tokenizer.json and safetensors weights")
+    _check_beside(path, key)
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"{key} {path}: has no *.safetensors file; save the weights of the model there")
     return Saved(label=path.absolute().name, folder=path.absolute())
@@ -209,19 +225,26 @@ def _adapter(what: str) -> ConfigError:
     )
 
 
-def _checkpoint(reference: CheckpointRef) -> Saved:
+def _check_beside(path: Path, key: str) -> None:
+    if (path / ADAPTER_SETTINGS).is_file():
+        raise _adapter(f"{key} {path}")
+    for name in ("config.json", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ConfigError(f"{key} {path}: has no {name}; give a folder with config.json, tokenizer.json and safetensors weights")
+
+
+def _checkpoint(reference: CheckpointRef) -> Saved | _Sharded:
     """Raises: `ConfigError` for weights that are not those the checkpoint was registered with."""
     folder = Path(reference.path) / "model"
-    saved = _plain(folder, key=f"--checkpoint {reference.path}: its model folder")
+    _check_beside(folder, f"--checkpoint {reference.path}: its model folder")
     try:
-        with open_tensors(folder / "model.safetensors") as tensors:
-            digest = weights_digest(tensors)
-    except (OSError, ValueError, ManifestError) as problem:
-        raise ConfigError(f"--checkpoint {reference.path}: model.safetensors cannot be read ({problem}); choose another checkpoint") from problem
-    if digest != reference.digest:
-        raise ConfigError(f"--checkpoint {reference.path} holds weights {digest}, and was saved with {reference.digest}: it is damaged; choose another one")
+        weights = saved_weights(reference)
+        digest = weights_digest(weights)
+    except (OSError, CheckpointDamaged) as problem:
+        raise ConfigError(f"--checkpoint {reference.path}: {problem}; choose another checkpoint") from problem
     version = Version(reference.incarnation, reference.step)
-    return Saved(label=f"checkpoint {version}", folder=saved.folder, version=version, digest=digest)
+    saved = Saved(label=f"checkpoint {version}", folder=folder.absolute(), version=version, digest=digest)
+    return saved if (Path(reference.path) / MODEL_FILE).is_file() else _Sharded(saved=saved, weights=weights)
 
 
 def _version(manifest: Manifest, folder: Path) -> Saved:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvloop
 
@@ -76,6 +77,28 @@ async def _with_signals(body: Callable[[asyncio.Event], Awaitable[None]]) -> Non
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
     await body(stop)
+
+
+@contextlib.contextmanager
+def hearing(number: signal.Signals, heard: Callable[[], None]) -> Iterator[None]:
+    """`heard` is called at each such signal while the context is open; in another thread than the first, where none is heard, nothing happens."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(number)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(number, heard)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(number)
+        signal.signal(number, before)
+
+
+def ignore(number: signal.Signals) -> None:
+    """Nothing happens at such a signal, which by itself would end the process, before and after something is `hearing` it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _report(role: str, problem: RollstreamError) -> int:

@@ -84,6 +84,8 @@ class Failpoint(StrEnum):
     RELAY_WRITTEN = "relay.written"
     RELAY_RENAMED = "relay.renamed"
 
+    CHECKPOINT_PART_WRITTEN = "checkpoint.part_written"
+    """This rank's files are durable, and nobody has heard of it."""
     CHECKPOINT_WRITTEN = "checkpoint.written"
     """Its files are whole under a temporary name."""
     CHECKPOINT_RENAMED = "checkpoint.renamed"

@@ -37,8 +37,8 @@ class ActorCritic:
         policy.idle_steps = config.warmup_steps
         self._held: list[ChunkBatch] = []
         """Of the step, where its advantages are compared with each other."""
-        self.scatters: bool = getattr(policy, "scatters", False)
-        """For `consumer.ranks.handing_over`."""
+        self.reads_its_part: bool = getattr(policy, "reads_its_part", False)
+        """See `consumer.backend.ReadsItsPart`."""
 
     def accumulate(self, batch: ChunkBatch) -> None:
         judged = self._critic.accumulate(batch)

@@ -26,8 +26,8 @@ from consumer.critic.config import CriticConfig
 from consumer.critic.value_backend import ValueBackend
 from consumer.critic.value_loss import Sums, measure, nothing, value_loss
 
-_PREFIX, _WEIGHTS = "critic.", "critic.weights."
-"""Of its tensors among those of the policy's optimizer in a checkpoint. No moment is called weights."""
+_GROUPS = {"weights": "critic", "optimizer": "critic_optimizer"}
+"""Of its tensors in a checkpoint, beside the policy's."""
 
 
 class _Lesson(NamedTuple):
@@ -98,15 +98,14 @@ class Critic:
     def capture(self, policy: TrainingState) -> TrainingState:
         """The policy's, with everything that the critic's next step depends on."""
         own = self.backend.capture()
-        named = {_WEIGHTS + name: tensor for name, tensor in own.weights.items()} | {_PREFIX + name: tensor for name, tensor in own.optimizer.items()}
-        return dataclasses.replace(policy, optimizer={**policy.optimizer, **named})
+        others = {theirs: own.groups[ours] for ours, theirs in _GROUPS.items()}
+        places = {theirs: own.places.get(ours, {}) for ours, theirs in _GROUPS.items()}
+        return dataclasses.replace(policy, others={**policy.others, **others}, places={**policy.places, **places})
 
     def restore(self, state: TrainingState) -> None:
         """Raises: `RollstreamError` if it has no critic, or that of another model."""
-        own = {name: tensor for name, tensor in state.optimizer.items() if name.startswith(_PREFIX)}
-        weights = {name.removeprefix(_WEIGHTS): tensor for name, tensor in own.items() if name.startswith(_WEIGHTS)}
-        moments = {name.removeprefix(_PREFIX): tensor for name, tensor in own.items() if not name.startswith(_WEIGHTS)}
-        self.backend.restore(TrainingState(weights=weights, optimizer=moments, rng=state.rng))
+        weights, optimizer = (state.others.get(name, {}) for name in _GROUPS.values())
+        self.backend.restore(TrainingState(weights=weights, optimizer=optimizer, rng=state.rng))
         self.abandon_step()
 
     # -- parts -------------------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class ValueBackend(TorchBackend):
 
     def cut(self, batch: ChunkBatch) -> Iterable[MicroBatch]:
         """The chunk in micro-batches; of several ranks, as many on each."""
-        return self._micro_batches(batch)
+        return cast("Iterable[MicroBatch]", self._micro_batches(batch))  # never packed: `_load` asks for no such rows
 
     def values(self, part: MicroBatch) -> Tensor:
         """[N] float32, with gradient: what the critic says before each token of the loss, of the tokens so far."""

@@ -3,7 +3,7 @@
     chunk ─► packed rows ─► pipeline schedule: logits ─► Terms ─► loss ─► gradients add up │ … │ finish_step: over ranks, ÷ divisor, clip, AdamW
 
 Every rank makes the same calls. `accumulate` gets the share of the rank's replica, the same on all its ranks; `finish_step` the divisor of all replicas
-together. What leaves the backend (`snapshot`, `capture`) is whole on rank 0 and empty elsewhere; what comes in (`restore`) is whole everywhere.
+together. A `snapshot` is whole on rank 0 and empty elsewhere; of a checkpoint every rank captures its part, and reads what it needs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from consumer.losses import LossConfig, make_loss
 from consumer.losses.terms import Terms
 from consumer.megatron.architecture import read_architecture
 from consumer.megatron.config import MegatronConfig
-from consumer.megatron.folder import open_folder
+from consumer.megatron.folder import Slab, Where, open_folder
 from consumer.megatron.grid import make_grid
 from consumer.megatron.handing_out import whole
 from consumer.megatron.mapping import Cut
 from consumer.megatron.model import make_model, packed
 from consumer.megatron.optimizer import MASTER, MOMENTS, Optimizer
 from consumer.megatron.options import check_options
+from consumer.megatron.own_parts import own_parts
 from consumer.megatron.parallel_logprobs import parallel_logprobs
 from consumer.packing import PackedBatch, attention_cost, packed_batches
+from consumer.parts import Place
+from consumer.shards import part_of, shape_of
 from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out
 from protocol.errors import RollstreamError
@@ -65,6 +68,8 @@ class MegatronBackend:
     Alone in its process group, or without one, it is a replica of its own.
     Raises: `ConfigError` for a model or an option that is not supported here, and where ranks or sizes do not fit the layout.
     """
+
+    reads_its_part = True
 
     def __init__(
         self,
@@ -105,10 +110,10 @@ class MegatronBackend:
         self._optimizer = Optimizer(self._stage, self._parameters, config, dtype=self._dtype, distributed=megatron.distributed_optimizer)
         self._reference: Any = self._made(megatron).requires_grad_(False) if loss.needs_reference else None
         with open_folder(model_path) as folder:
-            self._fill(folder.read)
+            self._fill(folder.slab)
             if self._reference is not None:
                 reference = dict(self._reference.named_parameters())
-                for name, part in self._parts(folder.read):
+                for name, part in self._parts(folder.slab):
                     reference[name].copy_(part)
         self._measured = nothing(device)
         self._open()
@@ -254,24 +259,35 @@ class MegatronBackend:
 
     def capture(self) -> TrainingState:
         """Weights and optimizer are float32 whatever the arithmetic, by the names that the torch backend has: either goes on from the other's."""
-        optimizer: dict[str, TensorBytes] = {}
+        groups: dict[str, dict[str, TensorBytes]] = {"weights": {}, "optimizer": {}}
+        places: dict[str, dict[str, Place]] = {"weights": {}, "optimizer": {}}
+        keys = [("weights", MASTER, "")]
         if self._optimizer.steps:
-            for moment in MOMENTS:
-                optimizer |= {f"{moment}.{name}": tensor for name, tensor in self._state(moment).items()}
+            keys += [("optimizer", moment, f"{moment}.") for moment in MOMENTS]
+        for group, key, prefix in keys:
+            lay = functools.partial(self._optimizer.lay, key)
+            for name, place, tensor in own_parts(self._grid, self._cut, lay, sharded=self._optimizer.distributed):
+                groups[group][prefix + name], places[group][prefix + name] = copy_out(tensor), place
+        if self._optimizer.steps and self._grid.leads:
             count = torch.tensor(float(self._optimizer.steps))
-            optimizer |= {f"step.{name.removeprefix('exp_avg.')}": copy_out(count) for name in list(optimizer) if name.startswith("exp_avg.")}
-        rng = {"torch": bytes(torch.get_rng_state().numpy())} if self._grid.leads else {}
-        return TrainingState(weights=self._state(MASTER), optimizer=optimizer, rng=rng)
+            groups["optimizer"] |= {f"step.{name}": copy_out(count) for name in self._names()}
+        return TrainingState(
+            weights=groups["weights"],
+            optimizer=groups["optimizer"],
+            rng={"torch": bytes(torch.get_rng_state().numpy())},
+            part=(dist.get_rank(), dist.get_world_size()),
+            places=places,
+        )
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
         """No random number is drawn in training, so `state.rng` is kept for other backends only."""
         self.abandon_step()
-        expected = {name for stage in range(self._cut.pp) for one in self._cut.stage(stage).values() for name in one.names}
+        expected = self._names()
         if odd := sorted(set(state.weights) ^ expected):
             raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")
         try:
-            self._fill(lambda name: copy_in(state.weights[name]))
+            self._fill(functools.partial(_slab_of, state.weights, ""))
         except ValueError as problem:
             raise RollstreamError(f"the checkpoint belongs to another model: {problem}; correct model.path") from problem
         self._optimizer.forget_state()
@@ -281,25 +297,30 @@ class MegatronBackend:
         if len(counts) > 1 or any(f"step.{name}" not in state.optimizer for name in expected):
             raise RollstreamError("the checkpoint's optimizer has not stepped all parameters equally often; go on with trainer.backend torch")
         for moment in MOMENTS:
-            for name, part in self._parts(lambda name, key=moment: copy_in(state.optimizer[f"{key}.{name}"])):  # type: ignore[misc]
+            for name, part in self._parts(functools.partial(_slab_of, state.optimizer, f"{moment}.")):
                 self._optimizer.put(moment, name, part)
         self._optimizer.counted(round(counts.pop()))
 
-    def _fill(self, read: Callable[[str], Tensor]) -> None:
+    def _names(self) -> set[str]:
+        """Of all stages."""
+        return {name for stage in range(self._cut.pp) for one in self._cut.stage(stage).values() for name in one.names}
+
+    def _fill(self, read: Slab) -> None:
         """The weights, and the float32 ones that are stepped."""
         for name, part in self._parts(read):
             with torch.no_grad():
                 self._parameters[name].copy_(part)
             self._optimizer.put(MASTER, name, part)
 
-    def _parts(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _parts(self, read: Slab) -> Iterator[tuple[str, Tensor]]:
         for name, one in self._cut.stage(self._grid.pp_rank).items():
-            yield name, self._cut.part(one, [read(source) for source in one.names], self._grid.tp_rank)
+            where = functools.partial(self._cut.slab, one, rank=self._grid.tp_rank)
+            yield name, self._cut.joined(one, [read(source, where) for source in one.names])
 
     def _lay_weight(self, name: str, place: Tensor) -> None:
         place.copy_(self._parameters[name])
 
-    def _state(self, key: str) -> dict[str, TensorBytes]:
-        lay, sharded = functools.partial(self._optimizer.lay, key), self._optimizer.distributed
-        parts = whole(self._grid, self._cut, torch.float32, lay, sharded=sharded)
-        return {name: copy_out(tensor) for part in parts for name, tensor in part.items()}
+
+def _slab_of(tensors: Mapping[str, TensorBytes], prefix: str, name: str, where: Where) -> Tensor:
+    """Of a saved state."""
+    return copy_in(part_of(tensors, prefix + name, *where(shape_of(tensors, prefix + name))))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor
 
+from consumer.parts import Shape, cut
 from consumer.tensor_bytes import copy_in
 from protocol.errors import ConfigError
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import TensorBytes
+
+Where: TypeAlias = Callable[[Shape], tuple[Shape, Shape]]
+"""Of a tensor's shape: where the part that is wanted begins, and the part's shape."""
+Slab: TypeAlias = Callable[[str, Where], Tensor]
+"""Reads a part of a tensor by its name."""
 
 
 class Folder:
@@ -20,12 +27,12 @@ class Folder:
     def __init__(self, path: Path, tensors: dict[str, TensorBytes]) -> None:
         self._path, self._tensors = path, tensors
 
-    def read(self, name: str) -> Tensor:
+    def slab(self, name: str, where: Where) -> Tensor:
         """A copy. Raises: `ConfigError` for a name that no file has."""
         found = self._tensors.get(name)
         if found is None:
             raise ConfigError(f"model.path {self._path}: its files have no tensor {name}, which config.json asks for; save the model again")
-        return copy_in(found)
+        return copy_in(cut(found, *where(found.shape)))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Tensors that ranks hold parts of, made whole by Hugging Face name on rank 0, a bucket at a time: no more than a bucket is held beside the parts.
 
 tensor-parallel ranks of the stage ── all-gather ──► its first rank ── send ──► rank 0
-(first, data-parallel ranks that hold parts of the parts ── all-reduce ──►)
 """
 
 from __future__ import annotations
@@ -22,20 +21,17 @@ Lay = Callable[[str, Tensor], None]
 
 
 @torch.no_grad()
-def whole(grid: Grid, cut: Cut, dtype: torch.dtype, lay: Lay, *, sharded: bool = False, bucket_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
-    """On rank 0 every tensor once, in buckets; on any other rank nothing, yet every rank must go through it to its end.
-
-    `sharded`: data-parallel ranks lay pieces that do not overlap (a distributed optimizer's state), of a type of 4 bytes; they come together bit by bit.
-    """
+def whole(grid: Grid, cut: Cut, dtype: torch.dtype, lay: Lay, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, Tensor]]:
+    """On rank 0 every tensor once, in buckets; on any other rank nothing, yet every rank must go through it to its end."""
     for stage in range(cut.pp):
         parameters = cut.stage(stage)
-        mine = stage == grid.pp_rank and (sharded or grid.dp_rank == 0)
+        mine = stage == grid.pp_rank and grid.dp_rank == 0
         if not (mine or grid.leads):
             continue
         for names in buckets(parameters, dtype.itemsize, bucket_bytes, cut.tp):
             chosen = [parameters[name] for name in names]
-            parts = _own(grid, names, chosen, dtype, lay, sharded=sharded) if mine else None
-            if grid.tp_rank or grid.dp_rank:
+            parts = _own(grid, names, chosen, dtype, lay) if mine else None
+            if grid.tp_rank:
                 continue
             if stage:
                 parts = _sent(grid, parts, chosen, dtype, stage)
@@ -44,14 +40,12 @@ def whole(grid: Grid, cut: Cut, dtype: torch.dtype, lay: Lay, *, sharded: bool =
                 yield _apart(cut, chosen, parts)
 
 
-def _own(grid: Grid, names: list[str], chosen: list[Parameter], dtype: torch.dtype, lay: Lay, *, sharded: bool) -> Tensor:
+def _own(grid: Grid, names: list[str], chosen: list[Parameter], dtype: torch.dtype, lay: Lay) -> Tensor:
     """[tp, n]: the parts of a bucket of this stage, end to end; only this rank's own where it hands out nothing."""
     flat = torch.zeros(_size(chosen), dtype=dtype, device=grid.device)
     for name, place in zip(names, unpack(flat, [one.shape for one in chosen]), strict=True):
         lay(name, place)
-    if sharded and grid.dp > 1:
-        dist.all_reduce(flat.view(torch.int32), group=grid.dp_group)  # one rank has bits, the others zeros: sums of integers keep them as they are
-    if grid.tp == 1 or grid.dp_rank:
+    if grid.tp == 1:
         return flat[None]
     parts = flat.new_empty(grid.tp, flat.numel())
     dist.all_gather(list(parts.unbind()), flat, group=grid.tp_group)

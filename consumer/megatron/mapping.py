@@ -98,22 +98,30 @@ class Cut:
 
     # -- one parameter -----------------------------------------------------------------------------------------------------------------------
 
-    def part(self, one: Parameter, tensors: list[Tensor], rank: int) -> Tensor:
-        """A rank's part of a parameter that is made of `tensors`, in the order of its names. May share their memory.
+    def slab(self, one: Parameter, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where what the rank needs of a tensor of this shape begins, and its shape. Raises: `ValueError` for a tensor of another model."""
+        start, size = [0] * len(shape), list(shape)
+        if one.axis is not None:
+            if one.axis >= len(shape) or shape[one.axis] % self.tp:
+                raise ValueError(f"{', '.join(one.names)}: shape {list(shape)} does not fit config.json")
+            size[one.axis] //= self.tp
+            start[one.axis] = rank * size[one.axis]
+        return tuple(start), tuple(size)
 
-        Raises: `ValueError` when their shapes are not those of this model.
+    def joined(self, one: Parameter, slabs: list[Tensor]) -> Tensor:
+        """A rank's part from its slab of each tensor, in the order of its names; the reverse of `apart` of that part alone. May share their memory.
+
+        Raises: `ValueError` when the shapes are not those of this model.
         """
         if one.kind == "qkv":
-            cut = [self._by_group(tensor) for tensor in tensors]
-            each = self.model.groups // self.tp
-            found = torch.cat([tensor[rank * each : (rank + 1) * each] for tensor in cut], 1).flatten(0, 1)
-        elif one.kind == "gate_up":
-            found = torch.cat([tensor.chunk(self.tp)[rank] for tensor in tensors])
+            groups = self.model.groups // self.tp
+            if any(slab.shape[0] % groups for slab in slabs):
+                raise ValueError(f"{', '.join(one.names)}: shape {[list(slab.shape) for slab in slabs]} does not fit config.json")
+            found = torch.cat([slab.reshape(groups, -1, *slab.shape[1:]) for slab in slabs], 1).flatten(0, 1)
         else:
-            (tensor,) = tensors
-            found = tensor if one.axis is None else tensor.chunk(self.tp, one.axis)[rank]
+            found = torch.cat(slabs) if len(slabs) > 1 else slabs[0]
         if tuple(found.shape) != one.shape:
-            raise ValueError(f"{', '.join(one.names)}: shape {[list(tensor.shape) for tensor in tensors]} does not fit config.json")
+            raise ValueError(f"{', '.join(one.names)}: shape {[list(slab.shape) for slab in slabs]} does not fit config.json")
         return found
 
     def apart(self, one: Parameter, parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -130,10 +138,6 @@ class Cut:
                 yield name, torch.cat([part.chunk(2)[at] for part in parts])
         else:
             yield one.names[0], parts[0] if one.axis is None or len(parts) == 1 else torch.cat(parts, one.axis)
-
-    def _by_group(self, tensor: Tensor) -> Tensor:
-        """[heads x d, …] to [key-value heads, heads of it x d, …]."""
-        return tensor.reshape(self.model.groups, -1, *tensor.shape[1:])
 
 
 def buckets(parameters: Mapping[str, Parameter], item_bytes: int, bucket_bytes: int, tp: int) -> Iterator[list[str]]:

@@ -64,7 +64,10 @@ class Call(StrEnum):
     SNAPSHOT = "snapshot"
     DIGEST = "digest"
     CAPTURE = "capture"
+    WRITE = "write"
+    """Write what was captured last into the checkpoint folder `words`, while training goes on."""
     RESTORE = "restore"
+    """From the checkpoint `words`; "": by broadcast."""
     STOP = "stop"
     """Leave in good order."""
     END = "end"
@@ -118,7 +121,7 @@ class Answer:
     share: int = 0
     """COLLATE: whose share of the chunk; two ranks that have the same one tell the same figures."""
     figures: tuple[Mapping[str, JsonValue], ...] = ()
-    """COLLATE: `consumer.ranks.figures` of each chunk."""
+    """COLLATE: `consumer.ranks.figures` of each chunk. WRITE: `consumer.shards.Told`; nothing where rank 0 has it all."""
     error: str = ""
     """Class name of an error of ours."""
     words: str = ""

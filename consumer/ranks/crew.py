@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
 from buffer.client import TrainerBuffer
 from buffer.contract import ChunkRecord
 from consumer.batch import ChunkBatch
+from consumer.checkpoint import nobody
+from consumer.shards import Told
 from protocol.messages import Edge, GroupHeader, RolloutGroup
 
 Groups: TypeAlias = "list[tuple[GroupHeader, RolloutGroup]]"
@@ -34,6 +37,9 @@ class Crew(Protocol):
         A batch is accumulated before the next is: `backend.accumulate(one.mine)` for each, in order.
         """
 
+    def write(self, folder: Path, /) -> Callable[[], Sequence[Told]]:
+        """`consumer.checkpoint.Others`: of what the backend captured last. From a thread of its own; training goes on."""
+
 
 class Alone:
     """One process is the trainer."""
@@ -46,3 +52,6 @@ class Alone:
 
     def collate(self, _chunks: Sequence[ChunkRecord], collate: Callable[[], list[ChunkBatch]], /) -> list[Collated]:
         return [Collated(batch, batch) for batch in collate()]
+
+    def write(self, folder: Path, /) -> Callable[[], Sequence[Told]]:
+        return nobody(folder)

@@ -1,9 +1,10 @@
 """What ranks 1 and up run: they wait for commands of rank 0, and read payloads. They end when rank 0 does.
 
-Of the run they write nothing, but that they tell the ledger of a payload of their share that is gone, under rank 0's attachment (rule P2).
+Of the run they write their part of a checkpoint, and tell the ledger of a payload of their share that is gone, under rank 0's attachment (rule P2).
 
     hello ─► backend made ─► (FETCH ─ AGREED … ─► done)* in tasks of their own │ COLLATE, ACCUMULATE, FINISH, … one at a time, in the backend's thread ─► STOP
                                                                      ABANDON: what was fetched and collated is forgotten
+                    CAPTURE: a copy of this rank's part of a checkpoint │ WRITE: it goes to the disk in another thread, and is told
 
 Consumes: commands. Produces: answers. Waits for: rank 0, for hours; its end is seen at once (`consumer.ranks.channel`).
 """
@@ -16,6 +17,7 @@ import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from buffer.client import TrainerBuffer
@@ -24,15 +26,17 @@ from buffer.journal_codec import decode_chunk
 from buffer.redis_ledger import RedisLedger
 from buffer.storage import open_storage
 from consumer.advantages import find_advantage
-from consumer.backend import Backend, digest_now
+from consumer.backend import Backend, TrainingState, digest_now
 from consumer.batch import ChunkBatch, collate_step
+from consumer.checkpoint import saved_state
 from consumer.config import TrainerDaemonConfig
 from consumer.ranks import figures, process_group
 from consumer.ranks.channel import Answer, Call, Command, Hello, Kind, Line, RankLost
 from consumer.ranks.crew import Groups
-from consumer.ranks.handing_over import hand_over
+from consumer.ranks.handing_over import broadcast_state
 from consumer.ranks.making import make_backend, share_of
 from consumer.ranks.place import Place
+from consumer.shards import Told, not_written, write_shards
 from consumer.worker import Worker
 from protocol.connection import Client, check_server, connect
 from protocol.errors import EXIT_FAULT, Fenced, LedgerRegressed, RollstreamError, StepOrder, WireError
@@ -77,6 +81,7 @@ class Follower:
         self._agreeing: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._fetched: dict[tuple[int, int], tuple[ChunkRecord, Groups]] = {}
         self._collated: list[ChunkBatch] = []
+        self._captured: TrainingState | None = None
         self._free = threading.Event()
         """Its thread may not be waiting in a collective."""
         self._free.set()
@@ -127,6 +132,8 @@ class Follower:
                 task = group.create_task(self._fetch(command), name="rank:fetch")
                 self._fetching.add(task)
                 task.add_done_callback(self._fetching.discard)
+            elif command.call is Call.WRITE:
+                group.create_task(self._write(command), name="rank:checkpoint")
             else:
                 group.create_task(self._do(command), name=f"rank:{command.call}")
 
@@ -165,6 +172,18 @@ class Follower:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fetched.clear()
         self._collated.clear()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------------------------------------
+
+    async def _write(self, command: Command) -> None:
+        state, self._captured = self._captured, None
+        assert state is not None, "rank 0 has a part captured before it is written"
+        try:
+            told = await asyncio.to_thread(_written, Path(command.words), state)
+        except Exception as problem:
+            await self._failed(problem)
+            raise
+        self._say(command, Kind.DONE, figures=told)
 
     # -- the backend -----------------------------------------------------------------------------------------------------------------------------
 
@@ -211,9 +230,10 @@ class Follower:
             case Call.DIGEST:
                 digest_now(backend)
             case Call.CAPTURE:
-                backend.capture()
+                self._captured = backend.capture()
             case Call.RESTORE:
-                hand_over(backend, None)
+                share = (self._place.rank, self._place.ranks)
+                backend.restore(saved_state(Path(command.words), share) if command.words else broadcast_state(None))
         return ()
 
     # -- the channel -----------------------------------------------------------------------------------------------------------------------------
@@ -230,6 +250,16 @@ class Follower:
         await self._line.flush(2.0)
         if echo:
             await asyncio.sleep(_SAY_S)
+
+
+def _written(folder: Path, state: TrainingState) -> tuple[Told, ...]:
+    """Nothing where rank 0 has everything."""
+    if state.part == (0, 1):
+        return ()
+    try:
+        return (write_shards(folder, state),)
+    except OSError as problem:
+        raise not_written(folder, problem) from problem
 
 
 async def follow(config: TrainerDaemonConfig, place: Place) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from buffer.client import TrainerBuffer
@@ -28,10 +29,11 @@ from consumer.ranks import figures, process_group
 from consumer.ranks.channel import Answer, Call, RankLost
 from consumer.ranks.children import StartOthers
 from consumer.ranks.crew import Collated, Groups
-from consumer.ranks.handing_over import hand_over
+from consumer.ranks.handing_over import broadcast_state, reads_its_part
 from consumer.ranks.hub import Hub
 from consumer.ranks.making import make_backend, share_of
 from consumer.ranks.place import Place
+from consumer.shards import SavedTensors, Told
 from consumer.worker import Worker
 from protocol.messages import Edge
 from weightsync.snapshot import TensorBytes
@@ -42,6 +44,8 @@ _ANSWER_S = process_group.COLLECTIVE_S
 _SAY_S = 5.0
 """A collective that failed here failed because of another rank: so long what that says, or its end, is waited for."""
 _LEAVE_S = 15.0
+_WRITE_S = 3600.0
+"""A rank may take so long to write its part of a checkpoint; training goes on meanwhile."""
 T = TypeVar("T")
 
 
@@ -51,8 +55,8 @@ class RankedBackend:
     Raises: `RankLost`, `RankFailed` for what another rank ended by; what rank 0's own backend raises.
     """
 
-    def __init__(self, hub: Hub, loop: asyncio.AbstractEventLoop) -> None:
-        self._hub, self._loop = hub, loop
+    def __init__(self, hub: Hub, loop: asyncio.AbstractEventLoop, ranks: int) -> None:
+        self._hub, self._loop, self._ranks = hub, loop, ranks
         self._inner: Backend | None = None
         self.free = threading.Event()
         """Nothing of ours may be waiting in a collective."""
@@ -86,8 +90,32 @@ class RankedBackend:
     def capture(self) -> TrainingState:
         return self.ask(self.inner.capture, Call.CAPTURE)[0]
 
+    @property
+    def readers(self) -> int:
+        """Ranks that read a checkpoint's files, and verify them together."""
+        return self._ranks if reads_its_part(self.inner) else 1
+
     def restore(self, state: TrainingState) -> None:
-        self.ask(lambda: hand_over(self.inner, state), Call.RESTORE)
+        if reads_its_part(self.inner):
+            assert isinstance(state.weights, SavedTensors), "what every rank reads is on disk"
+            self.ask(lambda: self.inner.restore(state), Call.RESTORE, words=str(state.weights.folder))
+        else:
+            self.ask(lambda: self.inner.restore(broadcast_state(state)), Call.RESTORE)
+
+    def write(self, folder: Path) -> Callable[[], Sequence[Told]]:
+        """See `consumer.ranks.crew.Crew.write`. From any thread but the event loop's."""
+        asking = asyncio.run_coroutine_threadsafe(self._hub.ask(Call.WRITE, words=str(folder)), self._loop)
+
+        def told() -> list[Told]:
+            try:
+                answers = asking.result(_WRITE_S)
+            except concurrent.futures.TimeoutError:
+                raise RankLost(f"a rank has not written its part of {folder} for {_WRITE_S:.0f} s") from None
+            finally:
+                asking.cancel()
+            return [figure for _, answer in sorted(answers.items()) for figure in answer.figures]
+
+        return told
 
     def ask(self, local: Callable[[], T], call: Call, **fields: Any) -> tuple[T, dict[int, Answer]]:
         """What `local` gives here, and what the others answer to `call`."""
@@ -141,6 +169,9 @@ class RankedCrew:
             Collated(batch, figures.union(chunk.headers, parts)) for chunk, batch, parts in zip(chunks, mine, zip(*shares.values(), strict=True), strict=True)
         ]
 
+    def write(self, folder: Path, /) -> Callable[[], Sequence[Told]]:
+        return self._backend.write(folder)
+
 
 class Leading:
     """Rank 0 with all others there."""
@@ -167,7 +198,7 @@ async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, sta
     place = place.at(store.port)
     async with Hub(place.ranks, place.listen_at) as hub:
         await worker.call(process_group.tell_channel, store, hub.port, hub.token)
-        backend = RankedBackend(hub, asyncio.get_running_loop())
+        backend = RankedBackend(hub, asyncio.get_running_loop(), place.ranks)
         async with start(place, hub.lost) as others, asyncio.TaskGroup() as group:
             watch = group.create_task(_watch(hub, backend), name="trainer:ranks")
             try:

@@ -5,8 +5,7 @@
     step: sums and the gradient's norm over all ranks, then AdamW on the shards
 
 Gradients are summed, not averaged, so a step divides by its own divisor as one rank does: weights differ from one rank's by the rounding of sums alone.
-A checkpoint holds whole tensors, the same files whatever the number of ranks: rank 0 gathers them to write and scatters them when read, a tensor at a time
-beside what rank 0 has in memory. Sharded checkpoints, each rank writing its own part, are not there yet.
+Of a checkpoint each rank captures its shard and reads what its shard is made of: nothing is gathered, and any number of ranks goes on from any other's.
 
 Source: PyTorch FSDP (arXiv 2304.11277), in its per-parameter form `torch.distributed.fsdp.fully_shard`.
 """
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from consumer.backend import TrainingState
 from consumer.batch import ChunkBatch, MicroBatch, empty_micro_batch
@@ -31,6 +30,8 @@ from consumer.config import TrainerConfig
 from consumer.gather import whole
 from consumer.losses import LossConfig
 from consumer.packing import PackedBatch
+from consumer.parts import Place, Shape
+from consumer.shards import part_of
 from consumer.tensor_bytes import copy_in, copy_out
 from consumer.torch_backend import MOMENTS, TorchBackend
 from protocol.errors import ConfigError
@@ -42,11 +43,10 @@ _LOG = logging.getLogger(__name__)
 class ShardedBackend(TorchBackend):
     """See `consumer.backend.Backend`; made inside an initialised process group, on each of its ranks, which call every method in the same order.
 
-    Whole weights are on rank 0 alone: `snapshot`, `digest` and `capture` give nothing on others, and `restore` takes nothing there.
+    Whole weights are on rank 0 alone: `snapshot` and `digest` give nothing on others. `capture` gives each rank its part.
     """
 
-    scatters = True
-    """For `consumer.ranks.handing_over`."""
+    reads_its_part = True
 
     def __init__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False) -> None:
         if shared:
@@ -129,49 +129,43 @@ class ShardedBackend(TorchBackend):
         return ""
 
     def capture(self) -> TrainingState:
-        moments = self._moments()
-        if not self._leads:
-            _take_part(self._kept)
-            _take_part(moments)
-            return TrainingState(weights={}, optimizer={}, rng={})
-        return TrainingState(weights=_copied(self._kept), optimizer=_copied(moments), rng=self._random_state())
+        weights, optimizer = self._own(self._kept), self._own(self._moments())
+        return TrainingState(
+            weights={name: copy_out(tensor) for name, (_, tensor) in weights.items()},
+            optimizer={name: copy_out(tensor) for name, (_, tensor) in optimizer.items()},
+            rng=self._random_state(),
+            part=(dist.get_rank(), dist.get_world_size()),
+            places={group: {name: place for name, (place, _) in own.items()} for group, own in (("weights", weights), ("optimizer", optimizer))},
+        )
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Place, Tensor]]:
+        """What is written here: this rank's shards, and on rank 0 what every rank has whole."""
+        return {
+            name: (Place(start=_start(tensor), whole=tuple(tensor.shape)), _here(tensor))
+            for name, tensor in tensors.items()
+            if isinstance(tensor, DTensor) or self._leads
+        }
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
         self.abandon_step()
-        if self._leads:
-            self._check(state)
+        self._check(state)
         for name, tensor in self._kept.items():
-            self._scatter(state.weights.get(name), tensor)
-        there = torch.tensor([f"step.{name}" in state.optimizer for name in self._parameters], dtype=torch.uint8)
-        dist.broadcast(there, 0)
+            _fill(tensor, state.weights, name)
         self._optimizer.state.clear()
-        for (name, parameter), stepped in zip(self._parameters.items(), there.tolist(), strict=True):
-            if stepped:
+        for name, parameter in self._parameters.items():
+            if f"step.{name}" in state.optimizer:
                 moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS if moment != "step"}
                 moments["step"] = torch.zeros((), dtype=torch.float32, device=_here(parameter).device)
                 for moment, tensor in moments.items():
-                    self._scatter(state.optimizer.get(f"{moment}.{name}"), tensor)
+                    _fill(tensor, state.optimizer, f"{moment}.{name}")
                 self._optimizer.state[parameter] = moments
-        if self._leads:  # the others' is not used for anything
-            self._set_random_state(state)
+        self._set_random_state(state)
 
     def _moments(self) -> dict[str, Tensor]:
         """By the names they have in a checkpoint."""
         state = self._optimizer.state
         return {f"{moment}.{name}": state[p][moment] for name, p in self._parameters.items() if p in state for moment in MOMENTS}
-
-    def _scatter(self, source: TensorBytes | None, target: Tensor) -> None:
-        """Rank 0's `source` into `target`, of which each rank has its shard."""
-        device = torch.device(self._mesh.device_type, torch.cuda.current_device()) if self._mesh.device_type == "cuda" else torch.device("cpu")
-        value = torch.empty(target.shape, dtype=target.dtype) if source is None else copy_in(source)
-        value = value.to(device)
-        if isinstance(target, DTensor):
-            cut = distribute_tensor(value, self._mesh, target.placements)
-            target.to_local().copy_(cut.to_local())
-        else:
-            dist.broadcast(value, 0)
-            target.copy_(value)
 
 
 class _Elsewhere(HeldWeights):
@@ -228,5 +222,18 @@ def _take_part(tensors: Mapping[str, Tensor]) -> None:
         pass
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, TensorBytes]:
-    return {name: copy_out(tensor) for part in whole(tensors) for name, tensor in part.items()}
+def _start(tensor: Tensor) -> Shape:
+    """Where this rank's shard begins: FSDP gives the first ranks `ceil(rows / ranks)` rows each, and the last ones what is left, perhaps nothing."""
+    zeros = (0,) * tensor.ndim
+    if not isinstance(tensor, DTensor):
+        return zeros
+    assert tensor.placements == (Shard(0),)
+    rows, ranks = tensor.shape[0], tensor.device_mesh.size()
+    return min(rows, -(-rows // ranks) * tensor.device_mesh.get_local_rank()), *zeros[1:]
+
+
+def _fill(target: Tensor, source: Mapping[str, TensorBytes], name: str) -> None:
+    """This rank's shard, or all of what every rank has whole."""
+    here = _here(target)
+    if here.numel():
+        here.copy_(copy_in(part_of(source, name, _start(target), tuple(here.shape))))

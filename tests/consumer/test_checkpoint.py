@@ -42,23 +42,18 @@ def checkpoint_of(backend: TorchBackend, *, step: int = 2, incarnation: int = 1)
     return Checkpoint(
         progress=progress,
         incarnation=incarnation,
-        digest=weights_digest(state.weights),
         state=state,
         journal=JournalTail().dump(),
         schedule={"lr": 1e-2, "warmup_steps": 2.0},
     )
 
 
-def reference_to(checkpoint: Checkpoint, path: Path) -> CheckpointRef:
-    return CheckpointRef(step=checkpoint.progress.step, incarnation=checkpoint.incarnation, digest=checkpoint.digest, path=str(path))
-
-
 def test_a_checkpoint_comes_back_bit_by_bit(trained_backend: TorchBackend, make_backend: Make, model_path: Path, tmp_path: Path):
     written = checkpoint_of(trained_backend)
-    path = write_checkpoint(tmp_path, written, model_path=model_path)
-    assert path.name == "step-000002-1"
-    found = read_checkpoint(reference_to(written, path), folder=tmp_path)
-    assert (found.progress, found.incarnation, found.digest, found.schedule) == (written.progress, 1, written.digest, written.schedule)
+    reference = write_checkpoint(tmp_path, written, model_path=model_path)
+    assert Path(reference.path).name == "step-000002-1"
+    found = read_checkpoint(reference, folder=tmp_path)
+    assert (found.progress, found.incarnation, found.schedule) == (written.progress, 1, written.schedule)
     for kind in ("weights", "optimizer"):
         before, after = getattr(written.state, kind), getattr(found.state, kind)
         assert before.keys() == after.keys()
@@ -70,7 +65,7 @@ def test_a_checkpoint_comes_back_bit_by_bit(trained_backend: TorchBackend, make_
 
 
 def test_the_model_in_a_checkpoint_loads_with_transformers(trained_backend: TorchBackend, model_path: Path, tmp_path: Path):
-    path = write_checkpoint(tmp_path, checkpoint_of(trained_backend), model_path=model_path) / "model"
+    path = Path(write_checkpoint(tmp_path, checkpoint_of(trained_backend), model_path=model_path).path) / "model"
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     assert all(bool((p == trained_backend._parameters[name]).all()) for name, p in model.named_parameters())
     assert len(transformers.AutoTokenizer.from_pretrained(path)) == 17
@@ -78,22 +73,22 @@ def test_the_model_in_a_checkpoint_loads_with_transformers(trained_backend: Torc
 
 def test_a_moved_folder_is_found_and_a_lost_or_damaged_one_is_refused(trained_backend: TorchBackend, model_path: Path, tmp_path: Path):
     written = checkpoint_of(trained_backend)
-    path = write_checkpoint(tmp_path / "a", written, model_path=model_path)
-    reference = reference_to(written, path)
+    reference = write_checkpoint(tmp_path / "a", written, model_path=model_path)
     shutil.move(tmp_path / "a", tmp_path / "b")
-    assert read_checkpoint(reference, folder=tmp_path / "b").digest == written.digest
+    assert read_checkpoint(reference, folder=tmp_path / "b").progress == written.progress
     with pytest.raises(CheckpointDamaged, match=r"state\.json"):
         read_checkpoint(reference, folder=tmp_path)
-    moved = tmp_path / "b" / path.name
-    weights = moved / "model" / "model.safetensors"
-    damaged = bytearray(weights.read_bytes())
-    damaged[-1] ^= 1
-    weights.write_bytes(damaged)
-    with pytest.raises(CheckpointDamaged, match="registered were"):
-        read_checkpoint(reference, folder=tmp_path / "b")
-    weights.write_bytes(damaged[:-5])
-    with pytest.raises(CheckpointDamaged, match="torn"):
-        read_checkpoint(reference, folder=tmp_path / "b")
+    moved = tmp_path / "b" / Path(reference.path).name
+    for name in ("model/model.safetensors", "optimizer.safetensors", "journal.msgpack", "index.json"):
+        whole = (moved / name).read_bytes()
+        flipped = bytearray(whole)
+        flipped[-1 if name != "index.json" else whole.index(b"F32") + 1] ^= 1
+        for damaged, message in ((bytes(flipped), "damaged|registered were|cannot be read"), (whole[:-5], "torn|cannot be read")):
+            (moved / name).write_bytes(damaged)
+            with pytest.raises(CheckpointDamaged, match=message):
+                read_checkpoint(reference, folder=tmp_path / "b")
+        (moved / name).write_bytes(whole)
+    assert read_checkpoint(reference, folder=tmp_path / "b").progress == written.progress
 
 
 def test_a_write_that_fails_leaves_nothing(trained_backend: TorchBackend, tmp_path: Path):
@@ -106,8 +101,8 @@ def test_an_unregistered_folder_of_the_same_name_is_replaced(trained_backend: To
     (tmp_path / "step-000002-1").mkdir()
     (tmp_path / ".tmp-step-000002-1" / "model").mkdir(parents=True)
     written = checkpoint_of(trained_backend)
-    path = write_checkpoint(tmp_path, written, model_path=model_path)
-    assert read_checkpoint(reference_to(written, path), folder=tmp_path).digest == written.digest
+    reference = write_checkpoint(tmp_path, written, model_path=model_path)
+    assert read_checkpoint(reference, folder=tmp_path).progress == written.progress
 
 
 def test_sweeping_deletes_only_half_written_and_unkept_checkpoints(tmp_path: Path):
@@ -156,7 +151,7 @@ async def test_one_checkpoint_is_in_flight_and_due_by_steps_time_or_wish(trained
     async with asyncio.TaskGroup() as group:
         for step in (1, 2, 3):
             one = checkpoint_of(trained_backend, step=step)
-            keeper.begin(group, one.progress, one.digest, one.state)
+            keeper.begin(group, one.progress, one.state)
             assert not keeper.due(step, wanted=True), "it has one"
             now[0] += 100.0
             assert not keeper.due(step + 1, wanted=True), "one is in flight"
@@ -184,7 +179,7 @@ async def test_a_full_disk_names_the_folder_and_what_to_do(trained_backend: Torc
 
     async def write() -> None:
         async with asyncio.TaskGroup() as group:
-            keeper.begin(group, one.progress, one.digest, one.state)
+            keeper.begin(group, one.progress, one.state)
 
     with pytest.raises(BaseExceptionGroup) as raised:
         await write()

@@ -13,12 +13,12 @@ import orjson
 import pytest
 
 from buffer.audit import read_audit
-from buffer.contract import RunState, TrainedReply
+from buffer.contract import CheckpointRef, RunState, TrainedReply
 from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
 from buffer.storage import open_storage
 from buffer.witness import read_witness
-from consumer.checkpoint import CheckpointDamaged, write_checkpoint
+from consumer.checkpoint import CheckpointDamaged, read_checkpoint, write_checkpoint
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
 from consumer.journal import read_journal
@@ -32,7 +32,7 @@ from protocol.messages import Edge, Manifest, TrainerStatus
 from protocol.presence import Presence
 from protocol.versions import Version
 from weightsync.channel import Channel
-from weightsync.snapshot import Snapshot
+from weightsync.snapshot import Snapshot, weights_digest
 from weightsync.store import DirectoryStore
 
 pytestmark = pytest.mark.redis
@@ -68,7 +68,8 @@ async def test_a_run_trains_every_group_once_and_its_records_agree(redis: Client
     newest = await Channel(redis, keys).newest()
     assert newest is not None
     assert (str(newest.version), newest.digest) == ("1:9", witness[-1].digest)
-    assert [(one.step, one.digest) for one in status.checkpoints] == [(8, witness[7].digest), (9, witness[8].digest)]
+    saved = [read_checkpoint(one, folder=config.checkpoint_folder) for one in status.checkpoints]
+    assert [(one.progress.step, weights_digest(one.state.weights)) for one in saved] == [(8, witness[7].digest), (9, witness[8].digest)]
     kept = sorted(path.name for path in (config.checkpoint_folder).iterdir())
     assert kept == ["step-000008-1", "step-000009-1"]
     journal = read_journal((config.checkpoint_folder / "step-000009-1" / "journal.msgpack").read_bytes())
@@ -77,6 +78,7 @@ async def test_a_run_trains_every_group_once_and_its_records_agree(redis: Client
     }
     lines = [json.loads(line) for line in (config.run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines] == [f"1:{step}" for step in range(1, 10)]
+    assert [line["checkpoint_blocked_s"] > 0 for line in lines] == [line["step"] in (4, 8) for line in lines]
     assert lines[-1]["tokens_total"] == sum(line.tokens for line in witness)
     assert all(sum(line["staleness"].values()) == line["tokens"] for line in lines)
     assert await Presence(redis, keys, "trainer", TrainerStatus).members() == []
@@ -188,7 +190,7 @@ async def test_a_checkpoint_wanted_while_an_older_one_is_written_is_written_too(
     config, keys = validate(TrainerDaemonConfig, tables, source="test"), Keys(tables["run"]["name"])
     written, go = threading.Event(), threading.Event()
 
-    def write(*arguments: Any, **options: Any) -> Path:
+    def write(*arguments: Any, **options: Any) -> CheckpointRef:
         if not written.is_set():
             written.set()
             assert go.wait(60)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from buffer.contract import CheckpointRef, StepRecord
+from buffer.contract import StepRecord
 from consumer.advantages import group_std
 from consumer.backend import digest_now
 from consumer.batch import ChunkBatch, collate, micro_batches
@@ -26,7 +26,7 @@ from protocol.errors import ConfigError, RollstreamError
 from protocol.versions import Version
 from weightsync.adapter_store import AdapterStore
 from weightsync.lora import LoraConfig
-from weightsync.snapshot import Snapshot, digest_of, weights_digest
+from weightsync.snapshot import Snapshot, digest_of
 
 Make = Callable[..., LoraBackend]
 Record = Callable[..., StepRecord]
@@ -123,9 +123,9 @@ def test_the_reference_is_the_model_without_the_adapter(sampler: Any, make_lora:
     part = next(micro_batches(batch_of(sampler, make_record()), max_tokens=8192, share_prompts=True))
     plain = make_backend()
     with torch.no_grad():
-        without = backend._logprobs(backend._reference, part)
-        torch.testing.assert_close(without, plain._logprobs(plain._model, part), rtol=1e-5, atol=1e-5)
-        assert (backend._logprobs(backend._model, part) - without).abs().max() > 0.01
+        without = backend._predicted(backend._reference, part)[0]
+        torch.testing.assert_close(without, plain._predicted(plain._model, part)[0], rtol=1e-5, atol=1e-5)
+        assert (backend._predicted(backend._model, part)[0] - without).abs().max() > 0.01
     gradients = []
     for reference in (backend._reference, plain._model):
         backend._reference = reference
@@ -142,11 +142,11 @@ def test_a_resumed_adapter_goes_on_bitwise_and_its_checkpoint_holds_no_weights(
 ):
     straight = trained(make_lora(), sampler, make_record, steps=2)
     state = straight.capture()
-    digest = weights_digest(state.weights)
-    saved = Checkpoint(progress=Progress(step=2), incarnation=1, digest=digest, state=state, journal=JournalTail().dump(), schedule={})
-    folder = write_checkpoint(tmp_path, saved, model_path=model_path)
+    saved = Checkpoint(progress=Progress(step=2), incarnation=1, state=state, journal=JournalTail().dump(), schedule={})
+    reference = write_checkpoint(tmp_path, saved, model_path=model_path)
+    folder = Path(reference.path)
     assert sorted(path.name for path in (folder / "model").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    found = read_checkpoint(CheckpointRef(step=2, incarnation=1, digest=digest, path=str(folder)), folder=tmp_path)
+    found = read_checkpoint(reference, folder=tmp_path)
     resumed = make_lora()
     resumed.restore(found.state)
     trained(straight, sampler, make_record, steps=1)

@@ -35,7 +35,7 @@ from tests.producer.engine.conftest import write_model
 from tests.producer.test_eval_fleet import ROWS, Run
 from weightsync.config import store_folder
 from weightsync.safetensors_file import open_tensors
-from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
+from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.store import DirectoryStore
 
 
@@ -72,8 +72,8 @@ def save_checkpoint(config: EvaluateConfig, model: Path, step: int) -> Path:
     with open_tensors(model / "model.safetensors") as tensors:
         weights = {name: TensorBytes(dtype=one.dtype, shape=one.shape, data=bytes(one.data)) for name, one in tensors.items()}
     state = TrainingState(weights=weights, optimizer={}, rng={})
-    checkpoint = Checkpoint(progress=Progress(step=step), incarnation=1, digest=weights_digest(weights), state=state, journal=b"", schedule={})
-    return write_checkpoint(config.checkpoint.folder(config.run), checkpoint, model_path=model)
+    checkpoint = Checkpoint(progress=Progress(step=step), incarnation=1, state=state, journal=b"", schedule={})
+    return Path(write_checkpoint(config.checkpoint.folder(config.run), checkpoint, model_path=model).path)
 
 
 @pytest.fixture

@@ -14,12 +14,15 @@ import pytest
 from consumer.backend import Base, TrainingState
 from consumer.checkpoint import Checkpoint, Progress, write_checkpoint
 from consumer.config import CheckpointConfig
+from consumer.shards import write_shards
+from deploy.cli import main
 from deploy.saved import Saved, saved_model
 from protocol.config import ModelConfig, RunConfig
 from protocol.errors import ConfigError, ManifestError, Unavailable
 from protocol.versions import Version
 from tests.producer.engine.conftest import write_model
 from weightsync.adapter_store import AdapterStore
+from weightsync.cast import cast
 from weightsync.config import WeightsConfig
 from weightsync.lora import LoraConfig
 from weightsync.mirror import Mirror
@@ -57,12 +60,11 @@ class Place:
         checkpoint = Checkpoint(
             progress=Progress(step=step),
             incarnation=incarnation,
-            digest=weights_digest(weights),
             state=TrainingState(weights=weights, optimizer={}, rng={}),
             journal=b"",
             schedule={},
         )
-        return write_checkpoint(self.checkpoints, checkpoint, model_path=self.model)
+        return Path(write_checkpoint(self.checkpoints, checkpoint, model_path=self.model).path)
 
     def find(self, what: str) -> Any:
         return saved_model(what, run=self.run, model=ModelConfig(path=str(self.model)), checkpoint=self.checkpoint, weights=self.weights)
@@ -184,6 +186,52 @@ async def test_a_folder_that_is_no_model_is_refused_with_what_it_lacks(place: Pl
             await place.found(str(broken))
 
 
+def sharded(place: Place, weights: dict[str, TensorBytes]) -> Path:
+    """A checkpoint of step 5 whose weights two ranks have written, every other tensor each."""
+    halves = [{name: weights[name] for name in sorted(weights)[rank::2]} for rank in range(2)]
+    states = [TrainingState(weights=half, optimizer={}, rng={}, part=(rank, 2)) for rank, half in enumerate(halves)]
+    checkpoint = Checkpoint(progress=Progress(step=5), incarnation=1, state=states[0], journal=b"", schedule={})
+    found = write_checkpoint(place.checkpoints, checkpoint, model_path=place.model, others=lambda folder: lambda: [write_shards(folder, states[1])])
+    return Path(found.path)
+
+
+async def test_a_checkpoint_of_several_ranks_is_made_whole_while_it_is_looked_at(place: Place, others: list[dict[str, TensorBytes]]):
+    path = sharded(place, others[0])
+    saved, digest = await place.found("latest")
+    assert (saved.label, saved.version, saved.digest, digest) == ("checkpoint 1:5", Version(1, 5), *2 * [weights_digest(others[0])])
+    assert not saved.folder.exists()
+    assert not list((path / "model").glob("*.safetensors"))
+    file = path / "shards" / "weights-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(ConfigError, match=r"weights-00002-of-00002\.safetensors has checksum .*choose another"):
+        await place.found("5")
+
+
+def test_an_exported_model_loads_with_transformers_in_the_type_that_was_asked_for(
+    place: Place, others: list[dict[str, TensorBytes]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Of two ranks' parts, in files of one tensor each, since there is no room for two."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("consumer.model_folder.FILE_BYTES", 1)
+    sharded(place, others[0])
+    file, out = tmp_path / "run.toml", tmp_path / "exported"
+    sections = {"run": {"name": "r", "dir": place.run.dir}, "model": {"path": str(place.model)}, "weights": {"store": place.weights.store}}
+    file.write_text("".join(f"[{name}]\n" + "".join(f'{key} = "{value}"\n' for key, value in one.items()) for name, one in sections.items()))
+    command = ["export-model", "-c", str(file), "--checkpoint", "5", "--out", str(out), "--dtype", "bfloat16"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"checkpoint 1:5 in {out}\n"
+    assert len(list(out.glob("model-*.safetensors"))) == len(others[0])
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(told.values()), told
+    expected = cast(others[0], "bfloat16")
+    for name, tensor in model.named_parameters():
+        assert str(tensor.dtype) == "torch.bfloat16"
+        assert tensor.detach().float().numpy().astype("<f4").tobytes() == bytes(cast({name: expected[name]}, "float32")[name].data), name
+    assert main(command) == 2, "it is there already"
+    assert "give a new folder" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")) == []
+
+
 async def test_a_damaged_checkpoint_and_a_damaged_version_are_refused(place: Place, others: list[dict[str, TensorBytes]]):
     checkpoint = place.save(5, 1, weights=others[0])
     place.store.write(Snapshot(version=Version(1, 7), tensors=others[1]))
@@ -196,7 +244,7 @@ async def test_a_damaged_checkpoint_and_a_damaged_version_are_refused(place: Pla
     with pytest.raises(ManifestError, match="1:7"):
         await place.found("7")
     (checkpoint / "model" / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="it is torn"):
         await place.found("5")
     (checkpoint / "state.json").write_bytes(b"{}")
     with pytest.raises(ConfigError, match=r"state\.json cannot be read"):
@@ -213,7 +261,6 @@ async def test_an_adapter_is_no_model_and_is_told_so(place: Place, others: list[
     saved = Checkpoint(
         progress=Progress(step=9),
         incarnation=1,
-        digest=weights_digest(others[0]),
         state=TrainingState(weights=others[0], optimizer={}, rng={}, base=base),
         journal=b"",
         schedule={},

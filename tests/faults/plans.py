@@ -29,6 +29,7 @@ TRAINER_POINTS: Mapping[Failpoint, int] = {
     Failpoint.VERSION_RENAMED: 6,
     Failpoint.VERSION_PUBLISHED: 6,
     Failpoint.VERSION_DELETED: 2,
+    Failpoint.CHECKPOINT_PART_WRITTEN: 3,
     Failpoint.CHECKPOINT_WRITTEN: 3,
     Failpoint.CHECKPOINT_RENAMED: 3,
     Failpoint.CHECKPOINT_REGISTERED: 3,

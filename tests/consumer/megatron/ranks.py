@@ -16,11 +16,11 @@ import torch.distributed as dist
 from consumer.backend import Backend, TrainingState
 from consumer.config import TrainerConfig
 from consumer.packing import PackedBatch
+from consumer.shards import SavedTensors, merged, read_index, write_shards
 from consumer.torch_backend import TorchBackend
 from protocol.errors import ConfigError, RollstreamError
 from tests.consumer.megatron.recorded import LOSSES, Job, recorded_steps, rows, sampled_logits
 from tests.consumer.megatron.shim import cpu_for_cuda
-from weightsync.snapshot import TensorBytes
 
 _TRAINER = {"lr": 1e-2, "warmup_steps": 2, "micro_batch_tokens": 48, "grad_clip": 0.5, "weight_decay": 0.1}
 
@@ -130,7 +130,8 @@ def _train(folder: Path, job: Job, backend: Backend, share: tuple[int, int]) -> 
         reports.append({"loss": report.loss, "grad_norm": report.grad_norm, "lr": report.lr, "entropy": report.entropy, "ratio_dev": report.ratio_dev,
                         "clip_fraction": report.clip_fraction, **report.diagnostics})  # fmt: skip
         weights.append(_arrays(backend.snapshot()))
-    moments = {name: array for name, array in _arrays(backend.capture().optimizer).items() if not name.startswith("step.")}
+    state = _through_files(folder / f"moments-{job.name}", backend.capture())
+    moments = {name: array for name, array in _arrays(state.optimizer).items() if not name.startswith("step.")}
     return {"reports": reports, "weights": weights, "moments": moments}
 
 
@@ -149,19 +150,14 @@ def _resume(folder: Path, job: Job, straight: Any) -> dict[str, Any]:
             backend.finish_step(step, divisor)
 
     train(straight, range(1, 2))
-    state = straight.capture()
-    states = [{part: {name: (one.dtype, one.shape, bytes(one.data)) for name, one in getattr(state, part).items()} for part in ("weights", "optimizer")}]
-    dist.broadcast_object_list(states)
-    whole = TrainingState(
-        **{part: {name: TensorBytes(dtype=dtype, shape=shape, data=data) for name, (dtype, shape, data) in found.items()} for part, found in states[0].items()},
-        rng={},
-    )
+    captured = straight.capture()
+    whole = _through_files(folder / f"state-{job.name}", captured)
     train(straight, range(2, 4))
     again = _megatron(folder, job)
     again.accumulate(steps[2][0][0])  # half a step that restoring must forget
     again.restore(whole)
     found["state"] = _told(whole)
-    found["own_empty"] = dist.get_rank() == 0 or not (state.weights or state.optimizer)
+    found["share"] = sum(one.nbytes for one in captured.weights.values()) / sum(one.nbytes for one in whole.weights.values())
     before = again.snapshot()
     chunks, _ = steps[1]
     again.accumulate(chunks[0])
@@ -171,19 +167,34 @@ def _resume(folder: Path, job: Job, straight: Any) -> dict[str, Any]:
     train(again, range(2, 4))
     found["straight"], found["again"] = _arrays(straight.snapshot()), _arrays(again.snapshot())
     try:
-        again.restore(type(state)(weights={}, optimizer={}, rng={}))
+        again.restore(TrainingState(weights={}, optimizer={}, rng={}))
     except RollstreamError as problem:
         found["refused"] = str(problem)
     parallel_state.destroy_model_parallel()
     other = _megatron(folder, dataclasses.replace(job, layout={"pp": 2} if job.layout.get("tp") else {"tp": 2, "distributed_optimizer": False}))
     other.restore(whole)
-    found["other_layout"] = _told(other.capture())
-    found["torch"] = {}
+    found["other_layout"] = _told(_through_files(folder / f"other-{job.name}", other.capture()))
+    found["torch"], found["from_torch"] = {}, {}
+    plain = TorchBackend(folder / job.model, TrainerConfig(**_TRAINER), temperature=0.8, seed=1)
+    plain.restore(dataclasses.replace(whole, rng={"torch": bytes(torch.get_rng_state().numpy())}))
+    kept = plain.capture()
+    other.restore(kept)
+    back = _told(_through_files(folder / f"back-{job.name}", other.capture()))
     if dist.get_rank() == 0:
-        plain = TorchBackend(folder / job.model, TrainerConfig(**_TRAINER), temperature=0.8, seed=1)
-        plain.restore(dataclasses.replace(whole, rng={"torch": bytes(torch.get_rng_state().numpy())}))
-        found["torch"] = _told(plain.capture())
+        found["torch"], found["from_torch"] = _told(kept), back
     return found
+
+
+def _through_files(folder: Path, state: TrainingState) -> TrainingState:
+    """What all ranks captured, as each reads it."""
+    folder.mkdir(exist_ok=True)
+    told: list[Any] = [write_shards(folder, state)]
+    if state.part[1] > 1:
+        every: list[Any] = [None] * state.part[1]
+        dist.all_gather_object(every, told[0])
+        told = every
+    index = read_index(merged(told))
+    return TrainingState(weights=SavedTensors(folder, index.groups["weights"]), optimizer=SavedTensors(folder, index.groups["optimizer"]), rng=state.rng)
 
 
 def _told(state: TrainingState) -> dict[str, torch.Tensor]:

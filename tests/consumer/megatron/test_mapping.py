@@ -15,7 +15,7 @@ import torch
 from consumer.config import TrainerConfig
 from consumer.megatron.architecture import Architecture, read_architecture
 from consumer.megatron.config import MegatronConfig
-from consumer.megatron.mapping import Cut, buckets, unpack
+from consumer.megatron.mapping import Cut, Parameter, buckets, unpack
 from consumer.megatron.options import check_options
 from protocol.errors import ConfigError
 
@@ -64,6 +64,12 @@ def _tensors(model: Architecture) -> dict[str, torch.Tensor]:
     return found
 
 
+def part(cut: Cut, one: Parameter, tensors: list[torch.Tensor], rank: int) -> torch.Tensor:
+    """A rank's, of whole tensors."""
+    places = [cut.slab(one, tuple(tensor.shape), rank) for tensor in tensors]
+    return cut.joined(one, [tensor[tuple(slice(at, at + n) for at, n in zip(*place, strict=True))] for tensor, place in zip(tensors, places, strict=True)])
+
+
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("tied", [False, True])
@@ -74,8 +80,12 @@ def test_there_and_back_is_exact(kind: str, tied: bool, tp: int, pp: int):
     back: dict[str, torch.Tensor] = {}
     for stage in range(pp):
         for one in cut.stage(stage).values():
-            parts = [cut.part(one, [tensors[name] for name in one.names], rank) for rank in range(tp)]
+            parts = [part(cut, one, [tensors[name] for name in one.names], rank) for rank in range(tp)]
             assert {tuple(part.shape) for part in parts} == {one.shape}
+            for rank, own in enumerate(parts):
+                for name, slab in cut.apart(one, [own]):  # what a rank writes of a checkpoint
+                    start, size = cut.slab(one, tuple(tensors[name].shape), rank)
+                    assert torch.equal(slab, tensors[name][tuple(slice(at, at + n) for at, n in zip(start, size, strict=True))])
             if not one.copy:
                 for name, tensor in cut.apart(one, parts):
                     assert name not in back
@@ -91,10 +101,10 @@ def test_a_key_value_head_keeps_its_own_queries_together_and_a_rank_its_gates_be
     cut = Cut(model=model, tp=2)
     stage = cut.stage(0)
     q, k, v = (torch.tensor(rows)[:, None] for rows in ([1, 2, 3, 4], [5, 6], [7, 8]))
-    qkv = [cut.part(stage["decoder.layers.0.self_attention.linear_qkv.weight"], [q, k, v], rank)[:, 0].tolist() for rank in range(2)]
+    qkv = [part(cut, stage["decoder.layers.0.self_attention.linear_qkv.weight"], [q, k, v], rank)[:, 0].tolist() for rank in range(2)]
     assert qkv == [[1, 2, 5, 7], [3, 4, 6, 8]]
     gate, up = torch.arange(4)[:, None], torch.arange(10, 14)[:, None]
-    fc1 = [cut.part(stage["decoder.layers.0.mlp.linear_fc1.weight"], [gate, up], rank)[:, 0].tolist() for rank in range(2)]
+    fc1 = [part(cut, stage["decoder.layers.0.mlp.linear_fc1.weight"], [gate, up], rank)[:, 0].tolist() for rank in range(2)]
     assert fc1 == [[0, 1, 10, 11], [2, 3, 12, 13]]
 
 
@@ -111,7 +121,7 @@ def test_another_models_tensor_is_refused():
     cut = Cut(model=_MODEL)
     one = cut.stage(0)["decoder.layers.0.self_attention.linear_proj.weight"]
     with pytest.raises(ValueError, match=r"o_proj\.weight: shape \[\[24, 42\]\] does not fit"):
-        cut.part(one, [torch.zeros(24, 42)], 0)
+        part(cut, one, [torch.zeros(24, 42)], 0)
 
 
 def test_a_bucket_holds_no_more_than_it_may_and_nothing_is_left_out():

@@ -132,6 +132,8 @@ def test_what_is_captured_goes_on_bit_by_bit_and_anywhere(found: Found, name: st
     assert {tensor.dtype for tensor in seen["state"].values()} == {torch.float32}
     _same(seen["other_layout"], seen["state"])
     _same(seen["torch"], seen["state"])
+    _same(seen["from_torch"], seen["state"])
+    assert 0.3 < seen["share"] < 0.7, "each rank captures its part"
     assert seen["refused"].startswith("the checkpoint belongs to another model: parameter model.embed_tokens.weight")
 
 

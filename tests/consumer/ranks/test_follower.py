@@ -6,30 +6,34 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from buffer.contract import ChunkRecord, StepRecord
+from buffer.contract import CheckpointRef, ChunkRecord, StepRecord
 from consumer.backend import Backend, StepReport, TrainingState
 from consumer.batch import ChunkBatch
+from consumer.checkpoint import Checkpoint, CheckpointDamaged, Progress, read_checkpoint, write_checkpoint
+from consumer.journal import JournalTail
+from consumer.parts import Place
 from consumer.ranks.channel import Call, Hello, Line, RankFailed, RankLost
 from consumer.ranks.follower import Follower
 from consumer.ranks.hub import Hub
 from consumer.ranks.leader import RankedBackend, RankedCrew
-from consumer.ranks.place import Place
+from consumer.ranks.place import Place as RankPlace
 from consumer.worker import Worker
 from protocol.errors import EXIT_TRY_AGAIN, LedgerRegressed, RollstreamError
-
-EMPTY = TrainingState(weights={}, optimizer={}, rng={})
+from weightsync.snapshot import TensorBytes
 
 
 class Recording:
     """Satisfies `consumer.backend.Backend`; `broken` is a call that fails."""
 
-    scatters = True
+    reads_its_part = True
 
-    def __init__(self, broken: str = "") -> None:
+    def __init__(self, broken: str = "", part: tuple[int, int] = (0, 2)) -> None:
+        self.part = part
         self.calls: list[Any] = []
         self.broken = broken
 
@@ -53,11 +57,15 @@ class Recording:
         return {}
 
     def capture(self) -> TrainingState:
+        """One of the numbers in `both`."""
         self._note("capture")
-        return EMPTY
+        rank = self.part[0]
+        mine = TensorBytes(dtype="U8", shape=(1,), data=bytes([rank]))
+        places = {"weights": {"both": Place(start=(rank,), whole=(2,))}}
+        return TrainingState(weights={"both": mine}, optimizer={}, rng={"own": bytes([rank])}, part=self.part, places=places)
 
     def restore(self, state: TrainingState) -> None:
-        self._note("restore")
+        self._note("restore", *bytes(state.weights["both"].data), *state.rng["own"])
 
 
 class Shares:
@@ -94,7 +102,7 @@ class Pair:
     ) -> None:
         self.hub, self.ranked, self.worker, self.shares, self.following = hub, ranked, worker, shares, following
         self.mine, self.other = both
-        self.crew = RankedCrew(shares[0], ranked, hub, Place(rank=0, ranks=2, local_rank=0, host="127.0.0.1", port=1))  # type: ignore[arg-type]
+        self.crew = RankedCrew(shares[0], ranked, hub, RankPlace(rank=0, ranks=2, local_rank=0, host="127.0.0.1", port=1))  # type: ignore[arg-type]
 
 
 async def followed(follower: Follower, line: Line) -> None:
@@ -107,8 +115,8 @@ async def followed(follower: Follower, line: Line) -> None:
 @contextlib.asynccontextmanager
 async def pair(groups: list[Any], *, broken: str = "", here: str = "", makes_s: float = 0.0) -> AsyncIterator[Pair]:
     """Rank 0, and rank 1 in a task, which takes so long to make its backend."""
-    mine, other, shares = Recording(here), Recording(broken), (Shares(groups), Shares(groups))
-    place = Place(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
+    mine, other, shares = Recording(here), Recording(broken, (1, 2)), (Shares(groups), Shares(groups))
+    place = RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
 
     async def open_buffer(_incarnation: int) -> Any:
         return shares[1]
@@ -124,7 +132,7 @@ async def pair(groups: list[Any], *, broken: str = "", here: str = "", makes_s: 
         following = asyncio.create_task(followed(follower, line))
         try:
             await hub.gather(10)
-            ranked = RankedBackend(hub, asyncio.get_running_loop())
+            ranked = RankedBackend(hub, asyncio.get_running_loop(), 2)
             await worker.call(ranked.make, lambda: mine)
             await hub.ask(Call.BEGIN, incarnation=1)
             yield Pair(hub, ranked, worker, (mine, other), shares, following)
@@ -156,7 +164,6 @@ async def trained(both: Pair, chunk: ChunkRecord) -> list[ChunkBatch]:
 
 async def test_all_ranks_do_what_rank_0_is_asked_each_on_its_share(groups: list[Any], chunk_at: Callable[[int], ChunkRecord]):
     async with pair(groups) as both:
-        await both.worker.call(both.ranked.restore, EMPTY)
         batches = [one for at in (0, 1) for one in await trained(both, chunk_at(at))]
         assert [batch.seqs for batch in batches] == [(0, 1, 2, 3, 4)] * 2, "told as a whole, in the chunk's order"
         assert [(batch.tokens, batch.divisor) for batch in batches] == [(5, 1.0)] * 2
@@ -165,11 +172,56 @@ async def test_all_ranks_do_what_rank_0_is_asked_each_on_its_share(groups: list[
             await both.worker.call(call)
         await both.worker.call(both.ranked.abandon_step)
     assert [call if isinstance(call, str) else call[0] for call in both.mine.calls] == [call if isinstance(call, str) else call[0] for call in both.other.calls]
-    assert both.other.calls[3] == ("finish_step", 1, 2.0)
+    assert both.other.calls[2] == ("finish_step", 1, 2.0)
     mine, others = ({seq for call in one.calls if call[0] == "accumulate" for seq in call[1:]} for one in (both.mine, both.other))
     assert mine | others == {0, 1, 2, 3, 4}
     assert not mine & others
     assert others
+
+
+async def saved(both: Pair, folder: Path, model_path: Path) -> CheckpointRef:
+    state = await both.worker.call(both.ranked.capture)
+    checkpoint = Checkpoint(progress=Progress(step=1), incarnation=1, state=state, journal=JournalTail().dump(), schedule={})
+    return await asyncio.to_thread(write_checkpoint, folder, checkpoint, model_path=model_path, others=both.crew.write)
+
+
+async def test_every_rank_writes_its_part_while_others_train_and_reads_the_whole(
+    groups: list[Any], chunk_at: Callable[[int], ChunkRecord], model_path: Path, tmp_path: Path
+):
+    async with pair(groups) as both:
+        writing = asyncio.create_task(saved(both, tmp_path, model_path))
+        await trained(both, chunk_at(0))
+        reference = await writing
+        files = sorted(path.name for path in (Path(reference.path) / "shards").iterdir())
+        assert files == ["weights-00001-of-00002.safetensors", "weights-00002-of-00002.safetensors"]
+        await both.worker.call(both.ranked.restore, read_checkpoint(reference, folder=tmp_path, share=(0, both.ranked.readers)).state)
+    assert (both.mine.calls[-1], both.other.calls[-1]) == (("restore", 0, 1, 0), ("restore", 0, 1, 1)), "all of the tensor, and each its own random state"
+
+
+@pytest.mark.parametrize("damage", [1, 2])
+async def test_files_are_verified_by_the_ranks_together(groups: list[Any], model_path: Path, tmp_path: Path, damage: int):
+    """`damage`: which file. Rank 0 verifies the journal and the second, rank 1 the first."""
+    with pytest.raises((CheckpointDamaged, RankFailed), match=r"weights-0000.-of-00002\.safetensors has checksum") as raised:  # noqa: PT012 - either of two calls
+        async with pair(groups) as both:
+            reference = await saved(both, tmp_path, model_path)
+            file = Path(reference.path) / "shards" / f"weights-0000{damage}-of-00002.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"!")
+            state = read_checkpoint(reference, folder=tmp_path, share=(0, both.ranked.readers)).state
+            await both.worker.call(both.ranked.restore, state)
+    assert (type(raised.value), raised.value.exit_code) == ((RankFailed if damage == 1 else CheckpointDamaged), 2)
+
+
+async def test_a_rank_that_cannot_write_its_part_ends_all_with_its_message_and_leaves_nothing(
+    groups: list[Any], model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(_folder: Path, _state: TrainingState) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("consumer.ranks.follower.write_shards", full)
+    with pytest.raises(RankFailed, match=r"rank 1: the checkpoint cannot be written to .*No space left.*checkpoint\.dir"):
+        async with pair(groups) as both:
+            await saved(both, tmp_path, model_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_command_that_comes_while_the_backend_is_being_made_waits_for_it(groups: list[Any]):
@@ -250,7 +302,7 @@ async def test_a_backend_that_cannot_be_made_is_told(groups: list[Any]):
     async with asyncio.timeout(30), Worker() as worker, Hub(2, "127.0.0.1") as hub:
         line = Line(*await asyncio.open_connection("127.0.0.1", hub.port))
         line.send(Hello(rank=1, token=hub.token))
-        place = Place(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
+        place = RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
         follower = Follower(place, line, worker, make=make, open_buffer=None, collate=collate)  # type: ignore[arg-type]
         with pytest.raises(ExceptionGroup):
             await follower.run()

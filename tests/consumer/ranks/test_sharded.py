@@ -21,6 +21,7 @@ from consumer.backend import StepReport, TrainingState
 from consumer.batch import ChunkBatch, collate_step
 from consumer.config import TrainerConfig, TrainerDaemonConfig
 from consumer.losses import LossConfig
+from consumer.shards import SavedTensors, merged, read_index, write_shards
 from consumer.torch_backend import TorchBackend
 from protocol.config import validate
 from protocol.errors import ConfigError
@@ -112,6 +113,7 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=100))
     found: dict[str, Any] = {}
     try:
+        folder = Path(rendezvous).parent
         for name, (trainer, loss, tied) in CASES.items():
             config, losses = TrainerConfig(**(SETTINGS | trainer)), LossConfig(**loss)
             backend = ShardedBackend(folders[tied], config, loss=losses, temperature=1.0, seed=3)
@@ -119,13 +121,21 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
             assert backend._packed == (name == "packed")
             if name == "packed":
                 found["cut"] = cut(backend, groups, Share(rank, RANKS))
-            state = train(backend, groups, Share(rank, RANKS), losses.normaliser, range(1, STEPS + 1))
+            own = train(backend, groups, Share(rank, RANKS), losses.normaliser, range(1, STEPS + 1))
+            state = own._replace(state=through_files(own.state, folder / name))
             found[name] = plain(state)
             if name == "plain":
+                held = sum(tensor.nbytes for tensor in own.state.weights.values()) / sum(tensor.nbytes for tensor in state.state.weights.values())
+                found["share"] = held
                 other = ShardedBackend(folders[tied], config, loss=losses, temperature=1.0, seed=4)
+                whole = TrainingState(weights=dict(state.state.weights), optimizer=dict(state.state.optimizer), rng=own.state.rng)
+                other.restore(whole)
+                found["from one rank's"] = plain(Trained([], [], through_files(other.capture(), folder / "whole")))
                 other.restore(state.state)
-                found["restored"] = plain(train(other, groups, Share(rank, RANKS), losses.normaliser, range(STEPS + 1, STEPS + 2)))
-                found["straight on"] = plain(train(backend, groups, Share(rank, RANKS), losses.normaliser, range(STEPS + 1, STEPS + 2)))
+                after = range(STEPS + 1, STEPS + 2)
+                for key, one in (("restored", other), ("straight on", backend)):
+                    more = train(one, groups, Share(rank, RANKS), losses.normaliser, after)
+                    found[key] = plain(more._replace(state=through_files(more.state, folder / key)))
                 backend.accumulate(collated(chunks_of(groups, 2)[0], groups, Share(rank, RANKS), losses.normaliser)[0])
                 before = backend.digest()
                 assert backend.finish_step(5, 0.0).loss == 0.0
@@ -133,7 +143,7 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
                 handed = broadcast_state(state.state if rank == 0 else None)
                 found["handed over"] = plain(Trained([], [], handed))
         found |= with_critics(
-            lambda: ShardedBackend(folders[True], TrainerConfig(**SETTINGS), loss=LossConfig(), temperature=1.0, seed=3), folders, groups, rank
+            lambda: ShardedBackend(folders[True], TrainerConfig(**SETTINGS), loss=LossConfig(), temperature=1.0, seed=3), folder, folders[True], groups, rank
         )
         return found
     finally:
@@ -172,24 +182,35 @@ def cut(backend: TorchBackend, groups: list[Any], share: Share) -> list[tuple[in
     return [(len(one), sum(len(part.targets) for part in one)) for one in parts]
 
 
-def with_critics(policy: Callable[[], TorchBackend], folders: dict[bool, Path], groups: list[Any], rank: int) -> dict[str, Any]:
-    from consumer.ranks.handing_over import hand_over
+def with_critics(policy: Callable[[], TorchBackend], folder: Path, model: Path, groups: list[Any], rank: int) -> dict[str, Any]:
+    def on(backend: Any, steps: range, name: str) -> Trained:
+        trained = train(backend, groups, Share(rank, RANKS), "token_mean", steps, advantage="gae")
+        return trained._replace(state=through_files(trained.state, folder / name))
 
-    def on(backend: Any, steps: range) -> Trained:
-        return train(backend, groups, Share(rank, RANKS), "token_mean", steps, advantage="gae")
+    first, second = (with_critic(policy(), model, sharded=True) for _ in range(2))
+    trained, after = on(first, range(1, STEPS + 1), "critic"), range(STEPS + 1, STEPS + 2)
+    second.restore(trained.state)
+    found = {"critic": trained, "critic restored": on(second, after, "restored critic"), "critic straight on": on(first, after, "critic straight on")}
+    return {name: plain(one) for name, one in found.items()}
 
-    first, second = (with_critic(policy(), folders[True], sharded=True) for _ in range(2))
-    trained = on(first, range(1, STEPS + 1))
-    hand_over(second, trained.state if rank == 0 else None)
-    steps = range(STEPS + 1, STEPS + 2)
-    return {"critic": plain(trained), "critic restored": plain(on(second, steps)), "critic straight on": plain(on(first, steps))}
+
+def through_files(state: TrainingState, folder: Path) -> TrainingState:
+    """What all ranks captured, as each reads it."""
+    import torch.distributed as dist
+
+    folder.mkdir(exist_ok=True)
+    told: list[Any] = [None] * RANKS
+    dist.all_gather_object(told, write_shards(folder, state))
+    index = read_index(merged(told))
+    others = {group: SavedTensors(folder, entries) for group, entries in index.groups.items()}
+    return TrainingState(weights=others.pop("weights"), optimizer=others.pop("optimizer"), others=others, rng=state.rng)
 
 
 def plain(trained: Trained) -> Any:
     """To go through a queue."""
     reports = [(report.loss, report.grad_norm, report.lr, report.entropy, dict(report.diagnostics)) for report in trained.reports]
     state = trained.state
-    states = [{name: (one.dtype, one.shape, bytes(one.data)) for name, one in part.items()} for part in (state.weights, state.optimizer)]
+    states = [{name: (one.dtype, one.shape, bytes(one.data)) for name, one in part.items()} for part in state.groups.values()]
     return reports, trained.digests, states
 
 
@@ -288,13 +309,15 @@ def test_all_ranks_report_the_same_step_and_whole_weights_are_on_rank_0_alone(pa
     first, second = pair
     for name in CASES:
         assert first[name][0] == second[name][0], name
-        assert second[name][1:] == ([""] * STEPS, [{}, {}])
+        assert second[name][1:] == ([""] * STEPS, first[name][2]), "read by either"
         assert len(set(first[name][1])) == STEPS, "every step has other weights"
 
 
 @pytest.mark.timeout(300)
 def test_a_checkpoint_of_two_ranks_resumes_on_two_to_the_bit_and_on_one(pair: tuple[Any, Any], one_rank: Callable[..., Any]):
     assert pair[0]["restored"] == pair[0]["straight on"]
+    assert pair[0]["from one rank's"][2] == pair[0]["plain"][2]
+    assert all(0.4 < one["share"] < 0.6 for one in pair), "each rank captures its part"
     backend, on = one_rank("plain")
     backend.restore(state_of(pair[0]["plain"]))
     assert backend.digest() == pair[0]["plain"][1][-1]
