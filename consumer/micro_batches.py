@@ -115,7 +115,7 @@ def _after_prompt(group: Siblings) -> IndexArray:
 
 def plain_rows(group: Siblings) -> Iterator[Row]:
     """A row for every rollout with a token in the loss. Its last token predicts nothing and stays out."""
-    cuts, ages = np.searchsorted(group.targets, group.starts), group.age
+    cuts, ages, advantage = group.cuts, group.age, group.advantage
     for i, ((start, end), (low, high)) in enumerate(zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), strict=True)):
         if low < high:
             chosen = slice(low, high)
@@ -123,10 +123,10 @@ def plain_rows(group: Siblings) -> Iterator[Row]:
                 tokens=group.tokens[start : end - 1],
                 positions=None,
                 owner=None,
-                predictors=group.targets[chosen] - 1 - start,
+                predictors=np.subtract(group.targets[chosen], 1 + start, dtype=np.int64),
                 targets=group.tokens[group.targets[chosen]],
                 behaviour=group.behaviour[chosen],
-                advantage=group.advantage[chosen],
+                advantage=advantage[chosen],
                 age=ages[chosen],
                 kept=np.array([high - low]),
                 weight=None if group.weight is None else group.weight[i : i + 1],

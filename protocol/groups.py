@@ -27,6 +27,8 @@ _TOKEN_BYTES, _SPAN_BYTES = 4 + 1 + 4, 5 * 4
 _ROLLOUT_BYTES = 256
 """Upper bound of what a rollout adds to the payload beside its arrays: reward, finish reason, engine id (bounded), map keys."""
 _GROUP_BYTES = 1024
+_TOGETHER = 16
+"""From so many groups on, checking all of them at once costs less than one after the other."""
 _ARRAYS = {"lengths": ("<i4", 1), "tokens": ("<i4", 1), "mask": ("|u1", 1), "logprobs": ("<f4", 1), "rewards": ("<f8", 1), "spans": ("<i4", 2)}
 """Dtype and dimensions."""
 _TEXT = reader(str)
@@ -130,7 +132,7 @@ def decode_groups(payloads: Iterable[bytes | memoryview], *, max_bytes: int = MA
             found.append(_read(data, max_bytes))
         except DecodeError as problem:
             found.append(problem)
-    if not spans_hold([columns(one) for one in found if isinstance(one, RolloutGroup)]):
+    if len(found) < _TOGETHER or not spans_hold([columns(one) for one in found if isinstance(one, RolloutGroup)]):
         for i, one in enumerate(found):
             if isinstance(one, RolloutGroup):
                 try:
