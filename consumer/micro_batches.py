@@ -80,10 +80,11 @@ class Row:
     predictors: IndexArray
     targets: IntArray
     behaviour: FloatArray
-    advantage: FloatArray
     age: IndexArray
     kept: IndexArray
     """[G] of the N tokens, those of each rollout in the row"""
+    advantages: FloatArray
+    """[G]"""
     weight: FloatArray | None
     """[G]; None: 1 each"""
 
@@ -115,20 +116,21 @@ def _after_prompt(group: Siblings) -> IndexArray:
 
 def plain_rows(group: Siblings) -> Iterator[Row]:
     """A row for every rollout with a token in the loss. Its last token predicts nothing and stays out."""
-    cuts, ages, advantage = group.cuts, group.age, group.advantage
+    cuts, ages = group.cuts, group.age
     for i, ((start, end), (low, high)) in enumerate(zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), strict=True)):
         if low < high:
             chosen = slice(low, high)
+            predictors = np.subtract(group.targets[chosen], 1 + start, dtype=np.int64)
             yield Row(
                 tokens=group.tokens[start : end - 1],
                 positions=None,
                 owner=None,
-                predictors=np.subtract(group.targets[chosen], 1 + start, dtype=np.int64),
-                targets=group.tokens[group.targets[chosen]],
+                predictors=predictors,
+                targets=group.tokens[start + 1 : end][predictors],
                 behaviour=group.behaviour[chosen],
-                advantage=advantage[chosen],
                 age=ages[chosen],
                 kept=np.array([high - low]),
+                advantages=group.advantages[i : i + 1],
                 weight=None if group.weight is None else group.weight[i : i + 1],
             )
 
@@ -149,9 +151,9 @@ def _shared_row(group: Siblings) -> Row:
         predictors=np.where(at == prefix, prefix - 1, placed[of_target] + at - 1 - prefix),
         targets=group.tokens[group.targets],
         behaviour=group.behaviour,
-        advantage=group.advantage,
         age=group.age,
         kept=group.kept,
+        advantages=group.advantages,
         weight=group.weight,
     )
 
@@ -199,7 +201,7 @@ def loss_arrays(rows: Sequence[Row]) -> LossArrays:
     return {
         "targets": np.concatenate([row.targets for row in rows]).astype(np.int64),
         "behaviour": np.concatenate([row.behaviour for row in rows]),
-        "advantage": np.concatenate([row.advantage for row in rows]),
+        "advantage": np.repeat(np.concatenate([row.advantages for row in rows]), counts),
         "weight": np.repeat(weights, counts),
         "rollout": np.repeat(np.cumsum(counts > 0) - 1, counts),
         "age": np.concatenate([row.age for row in rows]),
