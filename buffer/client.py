@@ -14,7 +14,7 @@ from buffer.payloads import by_bytes
 from buffer.shares import Share
 from buffer.storage import Storage, read_payloads, storage_answers
 from protocol.codec import decode_groups
-from protocol.errors import ConfigError, PayloadLost, SlotLost
+from protocol.errors import ConfigError, DecodeError, PayloadLost, SlotLost
 from protocol.messages import Edge, GroupHeader, Reason, RolloutGroup, Seq, SlotToken
 from protocol.wakeups import Topic, Wakeups
 
@@ -219,9 +219,11 @@ class TrainerBuffer:
                 await asyncio.sleep(0)
             headers = whole[at : at + _DECODED_AT_ONCE]
             for header, group in zip(headers, decode_groups([payloads[header.seq, header.token] for header in headers]), strict=True):
-                if isinstance(group, RolloutGroup):  # else its bytes have the right digest, were written so, and no reader will ever understand them
-                    with contextlib.suppress(PayloadLost):
-                        found[header.seq, header.token] = await self._with_blobs(header, group) if header.blobs else group
+                if isinstance(group, DecodeError):  # its bytes have the right digest, were written so, and no reader will ever understand them
+                    _LOG.warning("step %d, group %d: %s", step, header.seq, group)
+                    continue
+                with contextlib.suppress(PayloadLost):
+                    found[header.seq, header.token] = await self._with_blobs(header, group) if header.blobs else group
         return found
 
     async def _with_blobs(self, header: GroupHeader, group: RolloutGroup) -> RolloutGroup:

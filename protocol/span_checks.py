@@ -82,6 +82,8 @@ def _check_mask(mask: MaskArray, gaps: Sequence[tuple[int, int]], starts: Sequen
 
 def spans_hold(groups: Sequence[Spanned]) -> bool:
     """Whether `check_spans` has nothing to say of any of these groups."""
+    if not groups:
+        return True
     if any(one.spans.shape[1] != _COLUMNS for one in groups):
         return False
     table = np.concatenate([_NO_SPANS, *[one.spans for one in groups]]).astype(np.int64)
