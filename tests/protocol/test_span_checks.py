@@ -76,3 +76,10 @@ def test_a_wrong_group_is_found_wherever_it_stands(wrong: Group) -> None:
     right = group([4, 4], [0, 0, 1, 1] * 2, [(0, 1, 7, 2, 4), (1, 1, 7, 2, 4)])
     assert spans_hold([right] * 3)
     assert not any(spans_hold([right] * i + [wrong] + [right] * (2 - i)) for i in range(3))
+
+
+def test_many_mixed_spans_keep_their_order_within_a_rollout() -> None:
+    rows = [(i % 2, 1, 7, i // 2, i // 2 + 1) for i in range(80)]
+    assert spans_hold([group([40, 40], [1] * 80, rows)])
+    rows[20], rows[22] = rows[22], rows[20]
+    assert not spans_hold([group([40, 40], [1] * 80, rows)])
