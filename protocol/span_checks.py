@@ -1,7 +1,7 @@
 """The spans and the mask of a group's payload: which token has a version, and that none may enter a loss without one (rule V2).
 
-Two forms of one rule. `spans_hold` looks at many groups at once, for hardly more than one group costs, and only says whether all is well; `check_spans` looks at
-one group and says what is wrong.
+Two forms of one rule. `spans_hold` looks at many groups at once, each for a third of what it costs alone, and only says whether all is well; `check_spans`
+looks at one group and says what is wrong.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class Spanned(Protocol):
     @property
     def lengths(self) -> Sequence[int]:
         """[G]"""
+
     @property
     def mask(self) -> MaskArray:
         """[T]"""
+
     @property
     def spans(self) -> IntArray:
         """[S, 5] rows of (rollout, incarnation, n, start, end)"""

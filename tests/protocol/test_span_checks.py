@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ def groups(draw: st.DrawFn) -> Group:
     lengths, mask, rows = draw(st.lists(st.integers(0, 6), max_size=3)), list[int](), list[tuple[int, ...]]()
     for rollout, length in enumerate(lengths):
         cuts = draw(st.lists(st.integers(0, length), max_size=4, unique=True).map(sorted))
-        runs = [run for run in zip(cuts, cuts[1:], strict=False) if draw(st.booleans())]
+        runs = [run for run in itertools.pairwise(cuts) if draw(st.booleans())]
         rows += [(rollout, 1, 7, start, end) for start, end in runs]
         mask += [int(any(start <= t < end for start, end in runs) and draw(st.booleans())) for t in range(length)]
     rows = draw(st.permutations(rows)) if draw(st.booleans()) else rows
