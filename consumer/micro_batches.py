@@ -82,10 +82,13 @@ class Row:
     predictors: IndexArray
     targets: IntArray
     behaviour: FloatArray
-    advantage: FloatArray
     age: IndexArray
     kept: IndexArray
     """[G] of the N tokens, those of each rollout in the row"""
+    advantages: FloatArray
+    """[G]"""
+    judged: FloatArray | None
+    """[N]; None: that of its rollout"""
     weight: FloatArray | None
     """[G]; None: 1 each"""
     teacher: FloatArray | None = None
@@ -118,20 +121,22 @@ def _after_prompt(group: Siblings) -> IndexArray:
 
 def plain_rows(group: Siblings) -> Iterator[Row]:
     """A row for every rollout with a token in the loss. Its last token predicts nothing and stays out."""
-    cuts, ages = np.searchsorted(group.targets, group.starts), group.age
+    cuts, ages = group.cuts, group.age
     for i, ((start, end), (low, high)) in enumerate(zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), strict=True)):
         if low < high:
             chosen = slice(low, high)
+            predictors = np.subtract(group.targets[chosen], 1 + start, dtype=np.int64)
             yield Row(
                 tokens=group.tokens[start : end - 1],
                 positions=None,
                 owner=None,
-                predictors=group.targets[chosen] - 1 - start,
-                targets=group.tokens[group.targets[chosen]],
+                predictors=predictors,
+                targets=group.tokens[start + 1 : end][predictors],
                 behaviour=group.behaviour[chosen],
-                advantage=group.advantage[chosen],
                 age=ages[chosen],
                 kept=np.array([high - low]),
+                advantages=group.advantages[i : i + 1],
+                judged=None if group.judged is None else group.judged[chosen],
                 weight=None if group.weight is None else group.weight[i : i + 1],
                 teacher=None if group.teacher is None else group.teacher[chosen],
             )
@@ -153,9 +158,10 @@ def _shared_row(group: Siblings) -> Row:
         predictors=np.where(at == prefix, prefix - 1, placed[of_target] + at - 1 - prefix),
         targets=group.tokens[group.targets],
         behaviour=group.behaviour,
-        advantage=group.advantage,
         age=group.age,
         kept=group.kept,
+        advantages=group.advantages,
+        judged=group.judged,
         weight=group.weight,
         teacher=group.teacher,
     )
@@ -202,11 +208,12 @@ def loss_arrays(rows: Sequence[Row]) -> LossArrays:
     """Those of the tokens in these rows, at least one row."""
     counts = np.concatenate([row.kept for row in rows])
     teacher = [row.teacher for row in rows if row.teacher is not None]
+    judged = [row.judged for row in rows if row.judged is not None]
     weights = np.concatenate([np.ones(len(row.kept), dtype=np.float32) if row.weight is None else row.weight for row in rows])
     return {
         "targets": np.concatenate([row.targets for row in rows]).astype(np.int64),
         "behaviour": np.concatenate([row.behaviour for row in rows]),
-        "advantage": np.concatenate([row.advantage for row in rows]),
+        "advantage": np.concatenate(judged) if len(judged) == len(rows) else np.repeat(np.concatenate([row.advantages for row in rows]), counts),
         "weight": np.repeat(weights, counts),
         "rollout": np.repeat(np.cumsum(counts > 0) - 1, counts),
         "age": np.concatenate([row.age for row in rows]),

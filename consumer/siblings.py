@@ -40,14 +40,16 @@ class Siblings:
     """[S] int32"""
     starts: IndexArray
     """[G + 1] int64: rollout i is tokens [starts[i], starts[i + 1])."""
-    targets: IndexArray
-    """[N] int64: the tokens that enter the loss, ascending; never the first of a rollout."""
+    targets: IntArray
+    """[N] int32: the tokens that enter the loss, ascending; never the first of a rollout."""
     behaviour: FloatArray
     """[N] float32, nats"""
-    advantage: FloatArray
-    """[N] float32, that of the token's rollout; of the token itself where a critic judged it"""
+    advantages: FloatArray
+    """[G] float32, of each rollout"""
     prefix: int
     """Leading tokens that all siblings share, before any trainable one; 0: not known to share any."""
+    judged: FloatArray | None = None
+    """[N] float32, the advantage of each token where a critic judged it"""
     weight: FloatArray | None = None
     """[G] float32, what the loss of a token of each rollout is multiplied by; None: 1."""
     stretches: IndexArray | None = None
@@ -58,8 +60,18 @@ class Siblings:
     @property
     def kept(self) -> IndexArray:
         """[G] int64: tokens of each rollout that enter the loss."""
-        cuts: IndexArray = self.targets.searchsorted(self.starts)
-        return np.diff(cuts)
+        return np.diff(self.cuts)
+
+    @property
+    def cuts(self) -> IndexArray:
+        """[G + 1]: the tokens of rollout i that enter the loss are targets [cuts[i], cuts[i + 1])."""
+        found: IndexArray = self.targets.searchsorted(self.starts.astype(np.int32))  # needles of another type would have all targets converted
+        return found
+
+    @property
+    def advantage(self) -> FloatArray:
+        """[N] float32, that of the token's rollout, or its own"""
+        return np.repeat(self.advantages, self.kept) if self.judged is None else self.judged
 
     @property
     def age(self) -> IndexArray:
@@ -171,11 +183,10 @@ class _Chunk:
         np.minimum.at(self._first.reshape(-1), spans.rollouts, spans.edges[0])
         self._sampled = sums(spans.rollouts, self._in_span, self._first.size).reshape(self._first.shape)
         room = sum(len(one.tokens) for one in laid)
-        block = _BLOCKS.take(20 * room)
-        self._targets, rest = block[: 8 * room].view(np.int64), block[8 * room :].view(np.float32).reshape(3, room)
-        self._behaviour, self._advantage, self._tokens = rest[0], rest[1], rest[2].view(np.int32)
+        self._targets, self._tokens, behaviour = _BLOCKS.take(12 * room).view(np.int32).reshape(3, room)
+        self._behaviour = behaviour.view(np.float32)
         np.concatenate([_NO_TOKENS, *(one.tokens for one in laid)], out=self._tokens)
-        self._ramp = np.arange(max((len(one.tokens) for one in laid), default=0))
+        self._ramp = np.arange(max((len(one.tokens) for one in laid), default=0), dtype=np.int32)
         self._ends, self._token_ends = [0], list(itertools.accumulate((len(one.tokens) for one in laid), initial=0))
 
     def copy(self, one: Columns, runs: Sequence[tuple[int, int]]) -> None:
@@ -215,14 +226,11 @@ class _Chunk:
         """All of it, once every group is laid."""
         spans, out = self._spans, ~self._spans.enter
         kept = self._sampled - sums(spans.rollouts[out], self._in_span[out], self._sampled.size).reshape(self._sampled.shape)
-        end = 0
-        for count, advantage in zip(kept[spans.present].tolist(), advantages.tolist(), strict=True):
-            start, end = end, end + count
-            self._advantage[start:end] = advantage
         context = np.where(spans.present, self._first - spans.starts[:, :-1], np.iinfo(np.int64).max)
         counts = Counts(sampled=self._sampled, kept=kept, spans=self._in_span, context=context)
-        parts = zip(context.min(axis=1).tolist(), spans.sizes.tolist(), self._stretches(), strict=True)
-        return tuple(self._one(i, prefix, size, stretches) for i, (prefix, size, stretches) in enumerate(parts)), counts
+        ends = spans.sizes.cumsum()
+        parts = zip((ends - spans.sizes).tolist(), ends.tolist(), context.min(axis=1).tolist(), self._stretches(), strict=True)
+        return tuple(self._one(i, advantages[start:end], prefix, stretches) for i, (start, end, prefix, stretches) in enumerate(parts)), counts
 
     def _stretches(self) -> Iterator[IndexArray]:
         """Of each group [2, K]: the tokens of its spans that enter the loss, and their staleness, in the order of the tokens."""
@@ -235,8 +243,8 @@ class _Chunk:
         cuts = group.searchsorted(np.arange(len(spans.sizes) + 1)).tolist()
         return (both[:, start:end] for start, end in itertools.pairwise(cuts))
 
-    def _one(self, i: int, prefix: int, size: int, stretches: IndexArray) -> Siblings:
-        chosen, starts = slice(self._ends[i], self._ends[i + 1]), self._spans.starts[i, : size + 1]
+    def _one(self, i: int, advantages: FloatArray, prefix: int, stretches: IndexArray) -> Siblings:
+        chosen, starts = slice(self._ends[i], self._ends[i + 1]), self._spans.starts[i, : len(advantages) + 1]
         tokens = self._tokens[self._token_ends[i] : self._token_ends[i + 1]]
         agree = len({tokens[start : start + prefix].tobytes() for start in starts[:-1].tolist()}) == 1
         return Siblings(
@@ -244,7 +252,7 @@ class _Chunk:
             starts=starts,
             targets=self._targets[chosen],
             behaviour=self._behaviour[chosen],
-            advantage=self._advantage[chosen],
+            advantages=advantages,
             prefix=prefix if agree else 0,
             stretches=stretches,
         )

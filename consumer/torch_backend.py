@@ -354,14 +354,13 @@ class TorchBackend:
 def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> ChunkBatch:
     """One group of these answers, all of them in the loss."""
     starts = np.array([0, *np.cumsum([len(prompt) + len(answer) for answer in answers])], dtype=np.int64)
-    targets = np.concatenate([np.arange(start + len(prompt), end) for start, end in itertools.pairwise(starts)])
-    nothing = np.zeros(len(targets), dtype=np.float32)
+    targets = np.concatenate([np.arange(start + len(prompt), end, dtype=np.int32) for start, end in itertools.pairwise(starts)])
     group = Siblings(
         tokens=np.concatenate([np.concatenate([prompt, answer]) for answer in answers]),
         starts=starts,
         targets=targets,
-        behaviour=nothing,
-        advantage=nothing,
+        behaviour=np.zeros(len(targets), dtype=np.float32),
+        advantages=np.zeros(len(answers), dtype=np.float32),
         prefix=len(prompt),
     )
     count = len(targets)

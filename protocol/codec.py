@@ -15,10 +15,10 @@ from typing import Any, TypeVar, cast
 
 from protocol.fields import reader, to_wire
 from protocol.frames import MAX_FRAME_BYTES, SCHEMA, digest, open_frame, write_frame
-from protocol.groups import decode_group, encode_group
+from protocol.groups import decode_group, decode_groups, encode_group
 from protocol.messages import JsonValue
 
-__all__ = ["MAX_FRAME_BYTES", "SCHEMA", "decode", "decode_group", "digest", "encode", "encode_group", "to_json"]
+__all__ = ["MAX_FRAME_BYTES", "SCHEMA", "decode", "decode_group", "decode_groups", "digest", "encode", "encode_group", "to_json"]
 
 M = TypeVar("M")
 

@@ -6,11 +6,9 @@ Layout of the frame, G rollouts of T tokens together and S spans: `lengths` [G],
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, TypeAlias, cast, get_type_hints, overload
 
 import numpy as np
@@ -21,6 +19,7 @@ from protocol.fields import reader
 from protocol.frames import MAX_FRAME_BYTES, compress_frame, decompress_frame, open_frame, write_frame
 from protocol.group_frame import read_in_place
 from protocol.messages import JsonValue, Rollout, RolloutGroup, Span
+from protocol.span_checks import check_spans, spans_hold
 from protocol.versions import Version
 
 TEACHER_LOGPROBS = "teacher_logprobs"
@@ -32,6 +31,8 @@ _TOKEN_BYTES, _SPAN_BYTES = 4 + 1 + 4, 5 * 4
 _ROLLOUT_BYTES = 256
 """Upper bound of what a rollout adds to the payload beside its arrays: reward, finish reason, engine id (bounded), map keys."""
 _GROUP_BYTES = 1024
+_TOGETHER = 16
+"""From so many groups on, checking all of them at once costs less than one after the other."""
 _ARRAYS = {"lengths": ("<i4", 1), "tokens": ("<i4", 1), "mask": ("|u1", 1), "logprobs": ("<f4", 1), "rewards": ("<f8", 1), "spans": ("<i4", 2)}
 """Dtype and dimensions."""
 _TEXT = reader(str)
@@ -118,23 +119,55 @@ def decode_group(data: bytes | memoryview, *, max_bytes: int = MAX_FRAME_BYTES) 
 
     Raises: `DecodeError` naming the field, `SchemaTooNew` for a newer major.
     """
+    group = _read(data, max_bytes)
+    check_spans(columns(group))
+    return group
+
+
+def decode_groups(payloads: Iterable[bytes | memoryview], *, max_bytes: int = MAX_FRAME_BYTES) -> list[RolloutGroup | DecodeError]:
+    """Each payload as `decode_group` has it, or the error in its place. What groups have in common is checked of all at once, which costs a fraction of one
+    after the other.
+
+    Raises: `SchemaTooNew` for a newer major.
+    """
+    found: list[RolloutGroup | DecodeError] = []
+    for data in payloads:
+        try:
+            found.append(_read(data, max_bytes))
+        except DecodeError as problem:
+            found.append(problem)
+    if len(found) < _TOGETHER or not spans_hold([columns(one) for one in found if isinstance(one, RolloutGroup)]):
+        for i, one in enumerate(found):
+            if isinstance(one, RolloutGroup):
+                try:
+                    check_spans(columns(one))
+                except DecodeError as problem:
+                    found[i] = problem
+    return found
+
+
+def _read(data: bytes | memoryview, max_bytes: int) -> RolloutGroup:
+    """The group in `data`, whose spans and mask are not checked yet."""
     arrays, rest = _entries(decompress_frame(_KIND, data, max_bytes), max_bytes)
-    tokens, mask, logprobs = cast("IntArray", arrays["tokens"]), cast("MaskArray", arrays["mask"]), cast("FloatArray", arrays["logprobs"])
-    lengths, rewards = cast("list[int]", arrays["lengths"].tolist()), cast("list[float]", arrays["rewards"].tolist())
+    laid = Columns(
+        lengths=arrays["lengths"].tolist(),
+        tokens=cast("IntArray", arrays["tokens"]),
+        mask=cast("MaskArray", arrays["mask"]),
+        logprobs=cast("FloatArray", arrays["logprobs"]),
+        spans=cast("IntArray", arrays["spans"]),
+        rewards=arrays["rewards"].tolist(),
+    )
+    lengths = laid.lengths
     if lengths and min(lengths) < 0:
         raise DecodeError("lengths", "a negative length")
-    starts = list(accumulate(lengths, initial=0))
-    total = starts[-1]
-    for name in ("tokens", "mask", "logprobs"):
-        if len(arrays[name]) != total:
-            raise DecodeError(name, f"{len(arrays[name])} entries, expected {total} by lengths")
+    total = sum(lengths)
+    if not len(laid.tokens) == len(laid.mask) == len(laid.logprobs) == total:
+        wrong = next(name for name in ("tokens", "mask", "logprobs") if len(arrays[name]) != total)
+        raise DecodeError(wrong, f"{len(arrays[wrong])} entries, expected {total} by lengths")
     metas = rest.get("rollouts")
-    if not isinstance(metas, list) or len(metas) != len(lengths) or len(rewards) != len(lengths):
+    if not isinstance(metas, list) or len(metas) != len(lengths) or len(laid.rewards) != len(lengths):
         raise DecodeError("rollouts", f"expected {len(lengths)} rollouts and rewards by lengths")
     facts = [_facts(meta, i) for i, meta in enumerate(metas)]
-    table = _check_spans(cast("IntArray", arrays["spans"]), lengths, starts, mask)
-
-    laid = Columns(lengths=lengths, tokens=tokens, mask=mask, logprobs=logprobs, spans=table, rewards=rewards)
     return RolloutGroup(rollouts=_Rollouts(laid, facts), extras=_extras(rest.get("extras", {})))
 
 
@@ -210,44 +243,6 @@ def _extras(wire: object) -> dict[str, Array]:
     if not isinstance(wire, dict):
         raise DecodeError("extras", f"expected a map, got {type(wire).__name__}")
     return {cast("str", _TEXT(name, "extras key")): unpack(array, f"extras.{name}") for name, array in wire.items()}
-
-
-def _check_spans(table: IntArray, lengths: Sequence[int], starts: Sequence[int], mask: MaskArray) -> IntArray:
-    """[S, 5]; inside each rollout its spans are disjoint and ascending, and every token with mask 1 lies in one. One that may enter a loss must have a version,
-    or no guard could judge it (rule V2).
-    """
-    if table.shape[1] != 5:
-        raise DecodeError("spans", f"shape {list(table.shape)}, expected [spans, 5]")
-    floors, count = [0] * len(lengths), len(lengths)
-    gaps: list[tuple[int, int]] = []
-    for row, (rollout, incarnation, n, start, end) in enumerate(table.tolist()):
-        if not 0 <= rollout < count or incarnation < 0 or n < 0:
-            raise DecodeError(f"spans[{row}]", f"names rollout {rollout}, version {incarnation}:{n}")
-        floor = floors[rollout]
-        if not floor <= start < end <= lengths[rollout]:
-            raise DecodeError(f"spans[{row}]", f"[{start}, {end}) is not inside [{floor}, {lengths[rollout]})")
-        if start > floor:
-            gaps.append((starts[rollout] + floor, starts[rollout] + start))
-        floors[rollout] = end
-    gaps += [(start + floor, start + length) for start, floor, length in zip(starts, floors, lengths, strict=False) if floor < length]
-    _check_mask(mask, sorted(gaps), starts)
-    return table
-
-
-def _check_mask(mask: MaskArray, gaps: Sequence[tuple[int, int]], starts: Sequence[int]) -> None:
-    """It holds 0 and 1, and only 0 in `gaps`: the tokens in no span, ascending."""
-    if not len(mask):
-        return
-    cuts = [0, *(bound for gap in gaps for bound in gap)]
-    if cuts[-1] == len(mask):
-        cuts.pop()
-    most: list[int] = np.maximum.reduceat(mask, cuts).tolist()  # between the cuts: around a gap, in it, and so on
-    if max(most) > 1:
-        raise DecodeError("mask", f"holds {max(most)}, expected 0 and 1")
-    if any(most[1::2]):
-        bare = np.concatenate([start + np.flatnonzero(mask[start:end]) for start, end in gaps])
-        rollout = bisect_right(starts, bare[0]) - 1
-        raise DecodeError(f"rollouts[{rollout}].spans", f"{len(bare)} tokens with mask 1 lie in no span, so nobody knows their version")
 
 
 def _spans(table: IntArray, rollouts: int) -> list[list[Span]]:

@@ -131,7 +131,7 @@ def with_advantages(batch: ChunkBatch, values: NDArray[np.float64]) -> ChunkBatc
     """`batch` with these [N], one for each of its tokens in the loss."""
     cuts = itertools.pairwise(itertools.accumulate((len(group.targets) for group in batch.groups), initial=0))
     flat = values.astype(np.float32)
-    groups = (dataclasses.replace(group, advantage=flat[start:end]) for group, (start, end) in zip(batch.groups, cuts, strict=True))
+    groups = (dataclasses.replace(group, judged=flat[start:end]) for group, (start, end) in zip(batch.groups, cuts, strict=True))
     return dataclasses.replace(batch, groups=tuple(groups))
 
 

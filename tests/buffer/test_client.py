@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest_asyncio
 
 from buffer.client import ProducerBuffer, TrainerBuffer
 from buffer.contract import Granted, Slot
-from protocol.codec import decode_group, digest, encode_group
-from protocol.errors import RedisUnavailable, RunEnded, SlotLost
+from protocol.codec import decode_groups, digest, encode_group
+from protocol.errors import DecodeError, RedisUnavailable, RunEnded, SlotLost
 from protocol.messages import Edge, GroupHeader, Reason, Rollout, RolloutGroup, Span
 from protocol.versions import Version
 from protocol.wakeups import Wakeups, wakeups
@@ -257,15 +258,36 @@ async def test_others_on_the_event_loop_have_their_turn_while_many_groups_are_de
     chunk = await trainer.lease(1, 0)
     turns: list[str] = []
 
-    def decoded(payload: bytes) -> RolloutGroup:
+    def decoded(payloads: list[bytes]) -> list[RolloutGroup | DecodeError]:
         if not turns:
             asyncio.get_running_loop().call_soon(turns.append, "other")
-        turns.append("decoded")
-        return decode_group(payload)
+        turns.append(f"{len(payloads)} decoded")
+        return decode_groups(payloads)
 
-    monkeypatch.setattr("buffer.client.decode_group", decoded)
+    monkeypatch.setattr("buffer.client.decode_groups", decoded)
     await trainer.fetch(chunk)
-    assert turns == ["decoded", "other", "decoded", "decoded", "decoded"]
+    assert turns == ["2 decoded", "other", "2 decoded"]
+
+
+async def test_payloads_that_no_reader_understands_are_named_and_replaced(on_redis: RedisHarness, waker: Wakeups, caplog: pytest.LogCaptureFixture) -> None:
+    """Their digests are right: they were written so. They lie among so many that all are checked at once."""
+    incarnation = await on_redis.start(settings(groups_per_step=20, chunk_groups=20))
+    producer, trainer = ProducerBuffer(on_redis.ledger, waker, "p1"), TrainerBuffer(on_redis.ledger, waker, incarnation)
+    bad = {3: "rollouts[0].spans: 2 tokens with mask 1 lie in no span", 11: "rollout_group: not a complete MessagePack frame"}
+    for slot in await producer.reserve(22, BIG):
+        header, payload, group = group_for(slot)
+        if slot.seq == 3:
+            bare = dataclasses.replace(group.rollouts[0], mask=np.ones(6, dtype=np.uint8))
+            payload = encode_group(dataclasses.replace(group, rollouts=(bare, group.rollouts[1])))
+        elif slot.seq == 11:
+            payload = payload[:-1]
+        await producer.put(dataclasses.replace(header, payload_bytes=len(payload), payload_digest=digest(payload)), payload)
+    await on_redis.ledger.open_step(incarnation, 1)
+    async with asyncio.timeout(10):
+        trained, fetched = await trainer.fetch(await trainer.lease(1, 0))
+    assert [header.seq for header, _ in fetched] == seqs_of(trained) == [seq for seq in range(22) if seq not in bad]
+    for seq, why in bad.items():
+        assert f"step 1, group {seq}: {why}" in caplog.text
 
 
 async def test_a_read_that_fails_ends_the_one_beside_it(on_redis: RedisHarness, waker: Wakeups, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def laid_entries(batch: ChunkBatch, *, max_tokens: int, share: bool) -> list[tup
     for part in micro_batches(batch, max_tokens=max_tokens, share_prompts=share):
         first, last = part.columns
         rows, columns = np.divmod(part.logit_index, last - first)
+        assert part.logit_index.dtype == part.targets.dtype == np.int64  # as torch indexes
         per_token = zip(part.targets, part.behaviour, part.advantage, part.weight, part.age, strict=True)
         contexts = list[tuple[Any, ...]]()
         for row, column, (token, behaviour, advantage, weight, age) in zip(rows, columns + first, per_token, strict=True):

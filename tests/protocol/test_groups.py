@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.arrays import pack
-from protocol.codec import decode_group, encode_group
+from protocol.codec import decode_group, decode_groups, encode_group
 from protocol.errors import DecodeError, SchemaTooNew, WireError
 from protocol.groups import payload_bound
 from protocol.messages import EngineId, Rollout, RolloutGroup, Span
@@ -125,6 +125,18 @@ def test_spans_may_stand_in_any_order_of_the_rollouts() -> None:
 def test_a_token_with_mask_1_outside_all_spans_is_refused_wherever_it_lies(rows: tuple[tuple[int, int, int, int, int], ...], place: str) -> None:
     with pytest.raises(DecodeError, match=place):
         decode_group(changed(spans=spans(*rows)))
+
+
+@pytest.mark.parametrize("many", [0, 20])
+def test_of_many_payloads_the_wrong_ones_are_named_and_the_others_read(many: int) -> None:
+    wrong = [changed(spans=spans((0, 1, 7, 4, 6), (1, 1, 7, 3, 5))), encode_group(GROUP)[:-1], changed(mask=pack(np.full(11, 2, dtype="|u1")))]
+    found = decode_groups([*[encode_group(GROUP)] * many, *wrong, encode_group(GROUP)])
+    assert [str(one).partition(":")[0] for one in found if isinstance(one, DecodeError)] == ["rollouts[0].spans", "rollout_group", "mask"]
+    assert [i for i, one in enumerate(found) if isinstance(one, DecodeError)] == [many, many + 1, many + 2]
+    assert all(same_group(one, GROUP) for one in found if isinstance(one, RolloutGroup))
+    with pytest.raises(SchemaTooNew):
+        decode_groups([encode_group(GROUP), changed(schema=[2, 0])])
+    assert [type(one) for one in decode_groups([b""] * many)] == [DecodeError] * many
 
 
 @pytest.mark.parametrize("name", ["rollout_group", "rollout_group_zstd"])

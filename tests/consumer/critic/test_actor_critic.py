@@ -166,7 +166,7 @@ def test_while_the_critic_warms_up_the_policy_does_not_move_and_then_begins_its_
 def test_a_critic_learns_what_its_prompts_are_worth(make: Make, chunks: Chunks):
     """Every rollout of a prompt has the same reward, another for each prompt."""
     (batch,) = chunks(12)
-    groups = (dataclasses.replace(group, advantage=np.full_like(group.advantage, i % 3)) for i, group in enumerate(batch.groups))
+    groups = (dataclasses.replace(group, advantages=np.full_like(group.advantages, i % 3)) for i, group in enumerate(batch.groups))
     batch = dataclasses.replace(batch, groups=tuple(groups))
     backend = make(warmup_steps=1000)
     for step in range(1, 41):
