@@ -52,7 +52,10 @@ $(SGLANG)/installed: $(SGLANG_PINS)
 sglang-cpu: $(SGLANG)/installed  ## SGLang for machines without a GPU, in .venv-sglang
 
 # The lanes of the test suite, with the minutes each may take on two cores.
-test: lane-unit lane-redis lane-cluster lane-demo lane-faults lane-ray lane-sglang  ## the whole test suite
+# The first two do not mind each other; the others want both cores.
+test: $(VENV)/installed-dev  ## the whole test suite
+	$(MAKE) --jobs 2 --output-sync=target lane-unit lane-redis
+	$(MAKE) lane-cluster lane-demo lane-faults lane-ray lane-sglang
 
 lane-unit: $(VENV)/installed-dev  # 9 minutes
 	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults and not ray and not sglang'
