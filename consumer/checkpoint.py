@@ -114,7 +114,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path, 
     """Write it, with what the other ranks have, and return what it is known by; it is durable. Blocks: call it in a thread. Written again, it replaces what an
     unregistered attempt left.
 
-    Raises: `OSError`; what `others` raises; `RollstreamError` for files of another rank that are not to be seen here. Nothing is left then.
+    Raises: `OSError`; what `others` raises; `ConfigError` for files of another rank that are not to be seen here. Nothing is left then.
     """
     name = checkpoint_name(checkpoint.progress.step, checkpoint.incarnation)
     target, temporary = folder / name, folder / f"{_TEMPORARY}{name}"
@@ -150,12 +150,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, model_path: Path, 
 
 
 def _see_all(folder: Path, index: Index) -> None:
-    """Raises: `RollstreamError` for files that another rank has written elsewhere."""
+    """Raises: `ConfigError` for files that another rank has written elsewhere."""
     for name, (size, _) in index.files.items():
         try:
             check_size(folder, name, size)
         except (FileNotFoundError, ShardsDamaged) as problem:
-            raise RollstreamError(
+            raise ConfigError(
                 f"{folder / name}: another rank has written it, and rank 0 does not see it so ({problem}): set checkpoint.dir to a folder that the hosts "
                 "of all ranks share"
             ) from problem

@@ -86,11 +86,11 @@ class Index:
 def write_shards(folder: Path, state: TrainingState) -> Told:
     """Write what `state` has of every group into the checkpoint `folder`; on the disk on return, with the folders' names. Blocks.
 
-    Raises: `OSError`; `RollstreamError` where the folder, which rank 0 has made, is not to be seen.
+    Raises: `OSError`; `ConfigError` where the folder, which rank 0 has made, is not to be seen.
     """
     rank, ranks = state.part
     if not folder.is_dir():
-        raise RollstreamError(f"{folder} is not to be seen by rank {rank}: set checkpoint.dir to a folder that the hosts of all ranks share")
+        raise ConfigError(f"{folder} is not to be seen by rank {rank}: set checkpoint.dir to a folder that the hosts of all ranks share")
     files: dict[str, JsonValue] = {}
     tensors: dict[str, JsonValue] = {}
     for group, every in state.groups.items():
@@ -292,6 +292,11 @@ def _read_exactly(descriptor: int, size: int, at: int) -> bytearray:
 def shape_of(tensors: Mapping[str, TensorBytes], name: str) -> Shape:
     """Of a tensor, in memory or on disk, without reading it."""
     return tensors.shape(name) if isinstance(tensors, SavedTensors) else tensors[name].shape
+
+
+def dtype_of(tensors: Mapping[str, TensorBytes], name: str) -> str:
+    """As `shape_of`."""
+    return tensors.dtype(name) if isinstance(tensors, SavedTensors) else tensors[name].dtype
 
 
 def part_of(tensors: Mapping[str, TensorBytes], name: str, start: Shape, shape: Shape) -> TensorBytes:

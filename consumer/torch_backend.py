@@ -209,8 +209,9 @@ class TorchBackend:
 
     def _load(self, path: Path) -> Any:
         """The model in `path`, on the device, shaped as [trainer] says; its parameters want gradients."""
-        model = _load(path, self._device, self._weights_dtype)
+        model = _load(path, self._device)
         self._packed = use_packed_rows(model, self._config, self._target)
+        model.to(self._weights_dtype)  # only now: float32 tells another computation from another rounding
         if self._config.head_float32:
             float32_head(model)
         if self._config.activation_checkpointing:
@@ -377,10 +378,10 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _load(path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+def _load(path: Path, device: torch.device) -> Any:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
     try:
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     except Exception as problem:  # transformers raises whatever the model's code raises
         raise ConfigError(f"model.path {path}: transformers cannot load it as a causal LM ({type(problem).__name__}: {str(problem)[:300]})") from problem
     model.requires_grad_(True)

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
+from consumer.critic.config import GAE
 from deploy.config import UpConfig
 from protocol.errors import ConfigError
 
@@ -158,7 +159,7 @@ def demand_of(config: UpConfig) -> Demand:
         layout=layout,
         trainer_ranks=config.trainer.ranks,
         trainer_gpus=placement.trainer_gpus or int(config.trainer.device != "cpu"),
-        critic=placement.critic,
+        critic=config.trainer.advantage == GAE,
         engines=engine.count,
         engine_gpus=placement.engine_gpus or of_kind,
         engine_nodes=placement.engine_nodes,

@@ -164,7 +164,8 @@ def _find(what: str, checkpoints: Path, store: VersionStore) -> _Found:
         step = int(what)
         chosen = max((one for one in saved if one.step == step), key=lambda one: one.incarnation, default=None)
         number = max((one for one in published if one.n == step), default=None)
-    if chosen is not None:
+    published_whole = number is not None and store.manifest(number).kind != ADAPTER
+    if chosen is not None and not (published_whole and (Path(chosen.path) / "model" / ADAPTER_SETTINGS).is_file()):
         return _checkpoint(chosen)
     if number is not None:
         return store.manifest(number), store

@@ -51,6 +51,8 @@ class Breaker:
     """By start, the last one in the lowest bit; 1: it has failed."""
     _openings: int = 0
     """In a row."""
+    _since: int = 0
+    """What started up to this number was under way at an opening that is over."""
 
     @property
     def probing(self) -> bool:
@@ -75,7 +77,7 @@ class Breaker:
             self._start()
         if not self.reason or not self._is(probe):
             return False
-        self.reason, self._probe, self._failures, self._openings = "", 0, 0, 0
+        self.reason, self._probe, self._failures, self._openings, self._since = "", 0, 0, 0, self.number
         return True
 
     def failed(self, *, now: float, reason: str, probe: int = 0, number: int = 0, certain: bool = False, exile: bool = False) -> bool:
@@ -84,6 +86,8 @@ class Breaker:
         `number`: as it started; 0: just now. `certain`: one such failure is enough. `exile`: its answers are of no use.
         """
         if self.reason and not self._is(probe):
+            return False
+        if number > self.number or 0 < number <= self._since:  # it began before that, or under a breaker before this one
             return False
         if not number:
             number = self._start()

@@ -35,7 +35,7 @@ class ValueModel(torch.nn.Module):
         """`logits_to_keep` [C]: columns; all else goes to the transformer."""
         hidden = self.trunk(**given).last_hidden_state.index_select(1, logits_to_keep)
         with torch.autocast(hidden.device.type, enabled=False):
-            return Valued(self.head(hidden.float()))
+            return Valued(self.head(hidden.float()).clone())  # no view of a product: FSDP2 hooks its gradient
 
 
 def load_value_model(path: Path, device: torch.device) -> ValueModel:

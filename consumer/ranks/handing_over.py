@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from consumer.backend import Backend, ReadsItsPart, TrainingState
+from consumer.shards import dtype_of, shape_of
 from protocol.frames import MAX_FRAME_BYTES, open_frame, write_frame
 from weightsync.snapshot import TensorBytes
 
@@ -31,7 +32,7 @@ def broadcast_state(state: TrainingState | None) -> TrainingState:
 
 
 def _layout(state: TrainingState) -> bytes:
-    tensors = [[group, name, tensor.dtype, list(tensor.shape)] for group, every in state.groups.items() for name, tensor in every.items()]
+    tensors = [[group, name, dtype_of(every, name), list(shape_of(every, name))] for group, every in state.groups.items() for name in every]
     return write_frame(_LAYOUT, {"groups": list(state.groups), "tensors": tensors, "rng": dict(state.rng)})
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from buffer.shares import Share
 from consumer.backend import Backend, BackendFactory, find_backend
-from consumer.config import TrainerDaemonConfig, check_trains
+from consumer.config import TrainerDaemonConfig, check_loss, check_trains
 from consumer.critic.config import GAE, check_critic
 from consumer.ranks.place import Place
 
@@ -15,6 +15,7 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
     """In the thread that will train; of several ranks, once their process group is there. Takes seconds. Raises: `ConfigError`."""
     trainer, options = config.trainer, dict[str, Any]()
     check_critic(config.critic, trainer)
+    check_loss(config.loss, config.rollout)
     if config.placement.layout == "colocated":
         options["shared"] = True
     if trainer.backend == "megatron":

@@ -106,8 +106,6 @@ class Crew:
 def placement_of(config: UpConfig) -> Placement:
     """The layout of a run that this release can start. Raises: `ConfigError`."""
     demand = demand_of(config)
-    if demand.critic:
-        raise ConfigError("placement.critic: the trainer of this release has no critic; leave it out on Ray")
     if demand.trainer_gpus > 1:
         raise ConfigError(f"placement.trainer_gpus = {demand.trainer_gpus}: each rank uses one GPU; leave it out, and set trainer.ranks to the number of GPUs")
     if demand.engine_nodes > 1:

@@ -31,6 +31,8 @@ _START_S = 10.0
 """At the start a server is waited for so long; one that answers later is checked then."""
 _TELLS = 300
 _WRONG_REQUEST = frozenset({400, 413, 422})
+_BAD_ANSWERS = 3
+"""So many of no use to one rollout are its fault, not the servers'."""
 
 
 class _Unavailable(Exception):
@@ -96,7 +98,8 @@ class Teacher:
         """Of a group's rollouts, end to end.
 
         Shapes: [T] float32 of all their tokens: nats, 0 where the policy did not sample.
-        Raises: `SampleFailed` where a server refuses a rollout; `ConfigError` where one has another vocabulary.
+        Raises: `SampleFailed` where a server refuses a rollout, or servers give it answers of no use again and again; `ConfigError` where one
+        has another vocabulary.
         """
         worst: Exception | None = None
         try:
@@ -115,14 +118,20 @@ class Teacher:
         self._asking += 1
         try:
             async with self._room:
-                while (told := await self._try(rollout, body)) is None:
-                    pass
-            return told
+                bad = 0
+                while True:
+                    try:
+                        if (told := await self._try(rollout, body)) is not None:
+                            return told
+                    except BadAnswer as problem:
+                        bad += 1
+                        if bad == _BAD_ANSWERS:
+                            raise SampleFailed(f"teachers gave {bad} answers of no use to a rollout of {len(rollout.tokens)} tokens: {problem}") from problem
         finally:
             self._asking -= 1
 
     async def _try(self, rollout: Rollout, body: bytes) -> FloatArray | None:
-        """None: the server that was asked failed, and rests."""
+        """None: the server that was asked failed, and rests. Raises: `BadAnswer` (it rests too), `SampleFailed`, `ConfigError`."""
         server = await self._free()
         server.running += 1
         try:
@@ -130,9 +139,12 @@ class Teacher:
             told = scored(rollout, await self._post(server.url, body))
         except _Rejected as problem:
             raise SampleFailed(f"teacher {server.url} refuses a rollout of {len(rollout.tokens)} tokens: {problem}") from problem
-        except (_Unavailable, BadAnswer) as problem:
+        except _Unavailable as problem:
             self._rest(server, str(problem))
             return None
+        except BadAnswer as problem:
+            self._rest(server, str(problem))
+            raise
         finally:
             server.running -= 1
         self._well(server)

@@ -184,12 +184,16 @@ def test_the_number_of_ranks_has_one_place():
         config(placement={"trainer_ranks": 2})
 
 
+def test_a_critic_lies_with_its_trainer():
+    plan = placement_of(config(trainer={"advantage": "gae", "ranks": 2}))
+    assert plan.units[Part.CRITIC] == plan.units[Part.TRAINER]
+
+
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
         ({"placement": {"layout": "external"}}, 'engine.kind "embedded"'),
         ({"placement": {"layout": "colocated"}, "engine": {"kind": "external", "urls": ["http://a:1"]}}, "share no GPU"),
-        ({"placement": {"critic": True}}, "no critic"),
         ({"placement": {"engine_nodes": 2, "engine_gpus": 16}}, "started by hand|start it by hand"),
     ],
 )

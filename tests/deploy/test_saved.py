@@ -268,3 +268,6 @@ async def test_an_adapter_is_no_model_and_is_told_so(place: Place, others: list[
     write_checkpoint(place.checkpoints, saved, model_path=place.model)
     with pytest.raises(ConfigError, match="holds an adapter"):
         await place.found("9")
+    place.store.write(Snapshot(version=Version(1, 9), tensors=others[1]))
+    for what in ("9", "1:9", "latest"):
+        assert (await place.found(what))[0].version == Version(1, 9), "merged, it is a model"

@@ -91,6 +91,18 @@ def test_what_was_under_way_when_it_opened_says_nothing() -> None:
     assert breaker.probing
 
 
+def test_what_was_under_way_at_an_opening_says_nothing_after_it_either() -> None:
+    breaker = Breaker()
+    early = [(breaker.started(), breaker.number)[1] for _ in range(12)]
+    assert [breaker.failed(now=0.0, reason="away", number=number) for number in early[:3]] == [False, False, True]
+    assert breaker.succeeded(probe=breaker.started(), number=breaker.number)
+    assert [breaker.failed(now=1.0, reason="away", number=number) for number in early[3:]] == [False] * 9
+
+
+def test_a_request_of_an_engine_that_left_and_came_back_says_nothing_of_it() -> None:
+    assert not Breaker().failed(now=0.0, reason="rejects", number=10)
+
+
 def test_a_probe_that_tells_nothing_makes_room_for_another() -> None:
     breaker = opened()
     probe = breaker.started()

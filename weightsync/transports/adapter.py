@@ -103,6 +103,6 @@ class AdapterTransport:
         try:
             await aside.unload_adapter(name, deadline_s=self._patience_s)
         except EngineUnavailable:
-            _LOG.warning("%s: requests are still on %s, %d versions old: they are ended and go on with the newest", aside.url, name, self._keep)
+            _LOG.warning("%s: requests are still on %s, %d versions old: all that run there are ended and go on with the newest", aside.url, name, self._keep)
             await aside.abort_all()
             await aside.unload_adapter(name, deadline_s=CALL_S)

@@ -10,6 +10,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -111,6 +113,17 @@ async def test_a_rollout_that_the_teacher_cannot_take_is_a_failure_of_its_group(
     async with start_engine() as engine, open_session() as session:
         with pytest.raises(SampleFailed, match="refuses a rollout of 600 tokens: 400"):
             await teacher_at(session, engine.url).score([rollout([0] * 300 + [1] * 300), rollout()])
+
+
+async def test_a_rollout_that_is_answered_badly_again_and_again_is_a_failure_of_its_group():
+    async def nothing(_: web.Request) -> web.Response:
+        return web.json_response(answer([[None, 5, None], [None, 6, None]]))
+
+    app = web.Application()
+    app.router.add_post("/generate", nothing)
+    async with TestServer(app) as server, open_session() as session:
+        with pytest.raises(SampleFailed, match="3 answers of no use to a rollout of 11 tokens"):
+            await teacher_at(session, str(server.make_url("")).rstrip("/")).score([rollout()])
 
 
 def answer(entries: list[Any]) -> dict[str, Any]:
