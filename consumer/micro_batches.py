@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from consumer.siblings import IndexArray, Siblings
+from consumer.siblings import IndexArray, Siblings, positions
 from protocol.arrays import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Row:
 
 def micro_batches(batch: ChunkBatch, *, max_tokens: int, share_prompts: bool) -> Iterator[MicroBatch]:
     """The chunk in rows of similar length, at most `max_tokens` with padding at a time (a single longer row goes alone)."""
-    groups = [group for group in batch.groups if len(group.targets)]
+    groups = [group for group in batch.groups if len(group.behaviour)]
     if share_prompts and all(group.prefix and _shared_length(group) <= SHARED_ROW_LIMIT for group in groups):
         rows = [_shared_row(group) for group in groups]
     else:
@@ -117,10 +117,12 @@ def _after_prompt(group: Siblings) -> IndexArray:
 def plain_rows(group: Siblings) -> Iterator[Row]:
     """A row for every rollout with a token in the loss. Its last token predicts nothing and stays out."""
     cuts, ages = group.cuts, group.age
-    for i, ((start, end), (low, high)) in enumerate(zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), strict=True)):
+    runs = itertools.pairwise(group.runs[0].searchsorted(group.starts).tolist())
+    bounds = zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), runs, strict=True)
+    for i, ((start, end), (low, high), (first, last)) in enumerate(bounds):
         if low < high:
             chosen = slice(low, high)
-            predictors = np.subtract(group.targets[chosen], 1 + start, dtype=np.int64)
+            predictors = positions(group.runs[:, first:last] - 1 - start)
             yield Row(
                 tokens=group.tokens[start : end - 1],
                 positions=None,
@@ -141,15 +143,16 @@ def _shared_row(group: Siblings) -> Row:
     placed = prefix + np.cumsum(follow) - follow
     sibling = np.repeat(np.arange(len(follow)), follow)
     position = np.arange(int(follow.sum())) - (placed - prefix)[sibling] + prefix
-    of_target = np.searchsorted(group.starts, group.targets, side="right") - 1
-    at = group.targets - begins[of_target]
+    targets = group.targets
+    of_target = np.searchsorted(group.starts, targets, side="right") - 1
+    at = targets - begins[of_target]
     prompt = np.arange(prefix)
     return Row(
         tokens=np.concatenate((group.tokens[:prefix], group.tokens[begins[sibling] + position])),
         positions=np.concatenate((prompt, position)),
         owner=np.concatenate((np.zeros(prefix, dtype=np.int32), sibling.astype(np.int32) + 1)),
         predictors=np.where(at == prefix, prefix - 1, placed[of_target] + at - 1 - prefix),
-        targets=group.tokens[group.targets],
+        targets=group.tokens[targets],
         behaviour=group.behaviour,
         age=group.age,
         kept=group.kept,

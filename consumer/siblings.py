@@ -24,6 +24,7 @@ from protocol.versions import Version
 
 IndexArray = NDArray[np.int64]
 _BLOCKS = Blocks()
+_START, _NO_RUNS = np.zeros(1, dtype=np.int64), np.zeros((2, 0), dtype=np.int64)
 _NO_SPANS, _NO_TOKENS = np.zeros((0, 5), dtype=np.int32), np.zeros(0, dtype=np.int32)
 _RUNS_A_ROLLOUT = 4
 """Copying run by run costs a microsecond a run; where there are more, it is cheaper to pick tokens."""
@@ -33,15 +34,15 @@ _RUNS_A_ROLLOUT = 4
 class Siblings:
     """A group as the loss sees it, its rollouts end to end.
 
-    Shapes: S tokens of G rollouts together, N of them in the loss.
+    Shapes: S tokens of G rollouts together, N of them in the loss, in K runs.
     """
 
     tokens: IntArray
     """[S] int32"""
     starts: IndexArray
     """[G + 1] int64: rollout i is tokens [starts[i], starts[i + 1])."""
-    targets: IntArray
-    """[N] int32: the tokens that enter the loss, ascending; never the first of a rollout."""
+    runs: IndexArray
+    """[2, K] int64: tokens [runs[0, k], runs[1, k]) enter the loss. Runs ascend; none is empty, none has the first token of a rollout."""
     behaviour: FloatArray
     """[N] float32, nats"""
     advantages: FloatArray
@@ -54,6 +55,11 @@ class Siblings:
     """[2, K]: so many tokens of the loss, one after the other, have this staleness; None: all 0."""
 
     @property
+    def targets(self) -> IndexArray:
+        """[N] int64: the tokens that enter the loss, ascending."""
+        return positions(self.runs)
+
+    @property
     def kept(self) -> IndexArray:
         """[G] int64: tokens of each rollout that enter the loss."""
         return np.diff(self.cuts)
@@ -61,8 +67,8 @@ class Siblings:
     @property
     def cuts(self) -> IndexArray:
         """[G + 1]: the tokens of rollout i that enter the loss are targets [cuts[i], cuts[i + 1])."""
-        found: IndexArray = self.targets.searchsorted(self.starts.astype(np.int32))  # needles of another type would have all targets converted
-        return found
+        ends: IndexArray = np.concatenate((_START, np.cumsum(self.runs[1] - self.runs[0])))
+        return ends[self.runs[0].searchsorted(self.starts)]
 
     @property
     def advantage(self) -> FloatArray:
@@ -72,7 +78,7 @@ class Siblings:
     @property
     def age(self) -> IndexArray:
         """[N] int64, in steps."""
-        return np.zeros(len(self.targets), dtype=np.int64) if self.stretches is None else np.repeat(self.stretches[1], self.stretches[0])
+        return np.zeros(len(self.behaviour), dtype=np.int64) if self.stretches is None else np.repeat(self.stretches[1], self.stretches[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,20 +185,19 @@ class _Chunk:
         np.minimum.at(self._first.reshape(-1), spans.rollouts, spans.edges[0])
         self._sampled = sums(spans.rollouts, self._in_span, self._first.size).reshape(self._first.shape)
         room = sum(len(one.tokens) for one in laid)
-        self._targets, self._tokens, behaviour = _BLOCKS.take(12 * room).view(np.int32).reshape(3, room)
-        self._behaviour = behaviour.view(np.float32)
+        self._tokens, behaviour = _BLOCKS.take(8 * room).view(np.int32).reshape(2, room)
+        self._behaviour, self._runs = behaviour.view(np.float32), list[IndexArray]()
         np.concatenate([_NO_TOKENS, *(one.tokens for one in laid)], out=self._tokens)
-        self._ramp = np.arange(max((len(one.tokens) for one in laid), default=0), dtype=np.int32)
         self._ends, self._token_ends = [0], list(itertools.accumulate((len(one.tokens) for one in laid), initial=0))
 
-    def copy(self, one: Columns, runs: Sequence[tuple[int, int]]) -> None:
+    def copy(self, one: Columns, runs: IndexArray) -> None:
         """The next group, all of whose tokens in these runs enter the loss, and no others."""
         end = self._ends[-1]
-        for low, high in runs:
+        for low, high in runs.T.tolist():
             start, end = end, end + high - low
-            self._targets[start:end] = self._ramp[low:high]
             self._behaviour[start:end] = one.logprobs[low:high]
         self._ends.append(end)
+        self._runs.append(runs)
 
     def pick(self, i: int, one: Columns) -> None:
         """The next group, whatever its mask."""
@@ -214,9 +219,9 @@ class _Chunk:
                 mask[first:last] = False
             (found,) = mask.nonzero()
         start, end = self._ends[-1], self._ends[-1] + len(found)
-        self._targets[start:end] = found
         self._behaviour[start:end] = one.logprobs[mask]
         self._ends.append(end)
+        self._runs.append(_joined(found))
 
     def siblings(self, advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
         """All of it, once every group is laid."""
@@ -246,7 +251,7 @@ class _Chunk:
         return Siblings(
             tokens=tokens,
             starts=starts,
-            targets=self._targets[chosen],
+            runs=self._runs[i],
             behaviour=self._behaviour[chosen],
             advantages=advantages,
             prefix=prefix if agree else 0,
@@ -254,18 +259,37 @@ class _Chunk:
         )
 
 
-def _runs(spans: Spans) -> list[list[tuple[int, int]] | None]:
-    """Of each group the tokens [start, end) of spans that enter the loss, those that touch joined; None where they are many, or not ascending."""
+def positions(runs: IndexArray) -> IndexArray:
+    """[2, K] runs to [N]: every place in them, run by run.
+
+    >>> positions(np.array([[2, 7], [5, 8]])).tolist()
+    [2, 3, 4, 7]
+    """
+    sizes = runs[1] - runs[0]
+    if len(sizes) == 1:
+        return np.arange(*runs[:, 0].tolist())
+    found: IndexArray = np.arange(sizes.sum()) + np.repeat(runs[0] - sizes.cumsum() + sizes, sizes)
+    return found
+
+
+def _joined(places: IndexArray) -> IndexArray:
+    """The reverse of `positions`: ascending places to as few runs as there can be."""
+    apart = np.flatnonzero(np.diff(places) > 1) + 1
+    return np.stack((places[np.concatenate((_START, apart))], places[np.concatenate((apart - 1, [-1]))] + 1)) if len(places) else _NO_RUNS
+
+
+def _runs(spans: Spans) -> list[IndexArray | None]:
+    """Of each group the tokens [start, end) of spans that enter the loss, [2, K], those that touch joined; None where they are many, or not ascending."""
     count, size = spans.starts.shape
     group, (low, high) = spans.groups[spans.enter], spans.edges[:, spans.enter]
     same = group[1:] == group[:-1]
     apart = ~same | (low[1:] != high[:-1])
     begins, ends = np.append(True, apart)[: len(low)], np.append(apart, True)[: len(low)]
     cuts = group[begins].searchsorted(np.arange(count + 1)).tolist()
-    joined = list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))
+    joined = np.stack((low[begins], high[ends]))
     odd = set(group[1:][same & (low[1:] < high[:-1])].tolist())
     most = _RUNS_A_ROLLOUT * (size - 1)
-    return [None if i in odd or end - start > most else joined[start:end] for i, (start, end) in enumerate(itertools.pairwise(cuts))]
+    return [None if i in odd or end - start > most else joined[:, start:end] for i, (start, end) in enumerate(itertools.pairwise(cuts))]
 
 
 def sums(places: IndexArray, counts: IndexArray, size: int) -> IndexArray:
