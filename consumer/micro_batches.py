@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from consumer.siblings import IndexArray, Siblings, positions
+from consumer.siblings import IndexArray, Siblings, positions, taken
 from protocol.arrays import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Row:
 
 def micro_batches(batch: ChunkBatch, *, max_tokens: int, share_prompts: bool) -> Iterator[MicroBatch]:
     """The chunk in rows of similar length, at most `max_tokens` with padding at a time (a single longer row goes alone)."""
-    groups = [group for group in batch.groups if len(group.behaviour)]
+    groups = [group for group in batch.groups if group.runs.size]
     if share_prompts and all(group.prefix and _shared_length(group) <= SHARED_ROW_LIMIT for group in groups):
         rows = [_shared_row(group) for group in groups]
     else:
@@ -121,16 +121,15 @@ def plain_rows(group: Siblings) -> Iterator[Row]:
     bounds = zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), runs, strict=True)
     for i, ((start, end), (low, high), (first, last)) in enumerate(bounds):
         if low < high:
-            chosen = slice(low, high)
-            predictors = positions(group.runs[:, first:last] - 1 - start)
+            mine = group.runs[:, first:last]
             yield Row(
                 tokens=group.tokens[start : end - 1],
                 positions=None,
                 owner=None,
-                predictors=predictors,
-                targets=group.tokens[start + 1 : end][predictors],
-                behaviour=group.behaviour[chosen],
-                age=ages[chosen],
+                predictors=positions(mine - 1 - start),
+                targets=taken(group.tokens, mine),
+                behaviour=taken(group.logprobs, mine),
+                age=ages[low:high],
                 kept=np.array([high - low]),
                 advantages=group.advantages[i : i + 1],
                 weight=None if group.weight is None else group.weight[i : i + 1],
@@ -152,7 +151,7 @@ def _shared_row(group: Siblings) -> Row:
         positions=np.concatenate((prompt, position)),
         owner=np.concatenate((np.zeros(prefix, dtype=np.int32), sibling.astype(np.int32) + 1)),
         predictors=np.where(at == prefix, prefix - 1, placed[of_target] + at - 1 - prefix),
-        targets=group.tokens[targets],
+        targets=taken(group.tokens, group.runs),
         behaviour=group.behaviour,
         age=group.age,
         kept=group.kept,

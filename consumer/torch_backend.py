@@ -319,9 +319,9 @@ def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> C
     count = int((runs[1] - runs[0]).sum())
     group = Siblings(
         tokens=np.concatenate([np.concatenate([prompt, answer]) for answer in answers]),
+        logprobs=np.zeros(int(starts[-1]), dtype=np.float32),
         starts=starts,
         runs=runs,
-        behaviour=np.zeros(count, dtype=np.float32),
         advantages=np.zeros(len(answers), dtype=np.float32),
         prefix=len(prompt),
     )
