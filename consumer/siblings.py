@@ -74,7 +74,8 @@ class Siblings:
     def cuts(self) -> IndexArray:
         """[G + 1]: the tokens of rollout i that enter the loss are targets [cuts[i], cuts[i + 1])."""
         ends: IndexArray = np.concatenate((_START, np.cumsum(self.runs[1] - self.runs[0])))
-        return ends[self.runs[0].searchsorted(self.starts)]
+        cuts: IndexArray = ends[self.runs[0].searchsorted(self.starts)]
+        return cuts
 
     @property
     def advantage(self) -> FloatArray:
