@@ -14,7 +14,7 @@ from pathlib import Path
 from buffer.config import BufferConfig
 from buffer.durability import Durability
 from buffer.redis_ledger import RedisLedger
-from consumer.blocks import keep_freed_memory
+from consumer.allocator import keep_freed_memory
 from consumer.config import TrainerDaemonConfig, check_ranks, check_sections
 from consumer.daemon import run_trainer
 from consumer.modes import RunHandle, run_recorded, run_shadow

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from consumer.siblings import IndexArray, Siblings
+from consumer.siblings import IndexArray, Siblings, positions, taken
 from protocol.arrays import FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Row:
 
 def micro_batches(batch: ChunkBatch, *, max_tokens: int, share_prompts: bool) -> Iterator[MicroBatch]:
     """The chunk in rows of similar length, at most `max_tokens` with padding at a time (a single longer row goes alone)."""
-    groups = [group for group in batch.groups if len(group.targets)]
+    groups = [group for group in batch.groups if group.runs.size]
     if share_prompts and all(group.prefix and _shared_length(group) <= SHARED_ROW_LIMIT for group in groups):
         rows = [_shared_row(group) for group in groups]
     else:
@@ -122,23 +122,24 @@ def _after_prompt(group: Siblings) -> IndexArray:
 def plain_rows(group: Siblings) -> Iterator[Row]:
     """A row for every rollout with a token in the loss. Its last token predicts nothing and stays out."""
     cuts, ages = group.cuts, group.age
-    for i, ((start, end), (low, high)) in enumerate(zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), strict=True)):
+    runs = itertools.pairwise(group.runs[0].searchsorted(group.starts).tolist())
+    bounds = zip(itertools.pairwise(group.starts.tolist()), itertools.pairwise(cuts.tolist()), runs, strict=True)
+    for i, ((start, end), (low, high), (first, last)) in enumerate(bounds):
         if low < high:
-            chosen = slice(low, high)
-            predictors = np.subtract(group.targets[chosen], 1 + start, dtype=np.int64)
+            mine = group.runs[:, first:last]
             yield Row(
                 tokens=group.tokens[start : end - 1],
                 positions=None,
                 owner=None,
-                predictors=predictors,
-                targets=group.tokens[start + 1 : end][predictors],
-                behaviour=group.behaviour[chosen],
-                age=ages[chosen],
+                predictors=positions(mine - 1 - start),
+                targets=taken(group.tokens, mine),
+                behaviour=taken(group.logprobs, mine),
+                age=ages[low:high],
                 kept=np.array([high - low]),
                 advantages=group.advantages[i : i + 1],
-                judged=None if group.judged is None else group.judged[chosen],
+                judged=None if group.judged is None else group.judged[low:high],
                 weight=None if group.weight is None else group.weight[i : i + 1],
-                teacher=None if group.teacher is None else group.teacher[chosen],
+                teacher=None if group.teacher is None else group.teacher[low:high],
             )
 
 
@@ -148,15 +149,16 @@ def _shared_row(group: Siblings) -> Row:
     placed = prefix + np.cumsum(follow) - follow
     sibling = np.repeat(np.arange(len(follow)), follow)
     position = np.arange(int(follow.sum())) - (placed - prefix)[sibling] + prefix
-    of_target = np.searchsorted(group.starts, group.targets, side="right") - 1
-    at = group.targets - begins[of_target]
+    targets = group.targets
+    of_target = np.searchsorted(group.starts, targets, side="right") - 1
+    at = targets - begins[of_target]
     prompt = np.arange(prefix)
     return Row(
         tokens=np.concatenate((group.tokens[:prefix], group.tokens[begins[sibling] + position])),
         positions=np.concatenate((prompt, position)),
         owner=np.concatenate((np.zeros(prefix, dtype=np.int32), sibling.astype(np.int32) + 1)),
         predictors=np.where(at == prefix, prefix - 1, placed[of_target] + at - 1 - prefix),
-        targets=group.tokens[group.targets],
+        targets=taken(group.tokens, group.runs),
         behaviour=group.behaviour,
         age=group.age,
         kept=group.kept,

@@ -1,8 +1,8 @@
-"""Leased groups laid end to end, each as the loss sees it, with what is to be counted of them; no rollout becomes an object on the way.
+"""Leased groups, each as the loss sees it, with what is to be counted of them; no rollout becomes an object on the way.
 
 payloads    tokens, mask, logprobs of a group's rollouts, end to end; spans (rollout, version, start, end)
 spans       of the whole chunk at once: their staleness, and whether the guard lets them into the loss
-Siblings    slices of arrays that the chunk's groups have in common, in memory that is used again (`consumer.blocks`)
+Siblings    the payloads' own tokens and logprobs, and which of them enter the loss: nothing is copied before there are micro-batches
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,33 +18,34 @@ from numpy.typing import NDArray
 from buffer.contract import StepRecord
 from buffer.staleness import judge
 from consumer.advantages import Advantages
-from consumer.blocks import Blocks
 from protocol.arrays import FloatArray, IntArray
 from protocol.groups import Columns
 from protocol.versions import Version
 
 IndexArray = NDArray[np.int64]
-_BLOCKS = Blocks()
-_NO_SPANS, _NO_TOKENS = np.zeros((0, 5), dtype=np.int32), np.zeros(0, dtype=np.int32)
-_RUNS_A_ROLLOUT = 4
-"""Copying run by run costs a microsecond a run; where there are more, it is cheaper to pick tokens."""
+Number = TypeVar("Number", bound=np.generic)
+_START, _NO_RUNS = np.zeros(1, dtype=np.int64), np.zeros((2, 0), dtype=np.int64)
+_NO_SPANS = np.zeros((0, 5), dtype=np.int32)
+_FEW_RUNS = 16
+"""So many are copied one by one; where there are more, token by token is cheaper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Siblings:
     """A group as the loss sees it, its rollouts end to end.
 
-    Shapes: S tokens of G rollouts together, N of them in the loss.
+    Shapes: S tokens of G rollouts together, N of them in the loss, in K runs.
+    Invariant: tokens and logprobs are only read; they may lie in a payload, at any address.
     """
 
     tokens: IntArray
     """[S] int32"""
+    logprobs: FloatArray
+    """[S] float32, nats: the behaviour's"""
     starts: IndexArray
     """[G + 1] int64: rollout i is tokens [starts[i], starts[i + 1])."""
-    targets: IntArray
-    """[N] int32: the tokens that enter the loss, ascending; never the first of a rollout."""
-    behaviour: FloatArray
-    """[N] float32, nats"""
+    runs: IndexArray
+    """[2, K] int64: tokens [runs[0, k], runs[1, k]) enter the loss. Runs ascend; none is empty, none has the first token of a rollout."""
     advantages: FloatArray
     """[G] float32, of each rollout"""
     prefix: int
@@ -58,6 +60,16 @@ class Siblings:
     """[N] float32, nats: what a teacher says of these tokens; None: nobody asked one."""
 
     @property
+    def targets(self) -> IndexArray:
+        """[N] int64: the tokens that enter the loss, ascending."""
+        return positions(self.runs)
+
+    @property
+    def behaviour(self) -> FloatArray:
+        """[N] float32, nats"""
+        return taken(self.logprobs, self.runs)
+
+    @property
     def kept(self) -> IndexArray:
         """[G] int64: tokens of each rollout that enter the loss."""
         return np.diff(self.cuts)
@@ -65,8 +77,9 @@ class Siblings:
     @property
     def cuts(self) -> IndexArray:
         """[G + 1]: the tokens of rollout i that enter the loss are targets [cuts[i], cuts[i + 1])."""
-        found: IndexArray = self.targets.searchsorted(self.starts.astype(np.int32))  # needles of another type would have all targets converted
-        return found
+        ends: IndexArray = np.concatenate((_START, np.cumsum(self.runs[1] - self.runs[0])))
+        cuts: IndexArray = ends[self.runs[0].searchsorted(self.starts)]
+        return cuts
 
     @property
     def advantage(self) -> FloatArray:
@@ -76,7 +89,7 @@ class Siblings:
     @property
     def age(self) -> IndexArray:
         """[N] int64, in steps."""
-        return np.zeros(len(self.targets), dtype=np.int64) if self.stretches is None else np.repeat(self.stretches[1], self.stretches[0])
+        return np.zeros(int(self.kept.sum()), dtype=np.int64) if self.stretches is None else np.repeat(self.stretches[1], self.stretches[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,44 +172,31 @@ def judge_spans(laid: Sequence[Columns], record: StepRecord) -> Spans:
 
 
 def lay(laid: Sequence[Columns], spans: Spans, advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
-    """The groups end to end, and their counts. Their weights are not there yet.
+    """The groups, and their counts. Their weights are not there yet.
 
     Shapes: advantages [R], of all rollouts that are not absent.
     """
-    chunk, (lengths,) = _Chunk(laid, spans), np.diff(spans.edges, axis=0)
+    chunk, (lengths,) = _Chunk(spans), np.diff(spans.edges, axis=0)
     total = np.append(0, np.cumsum(lengths))[list(spans.cuts)]
     for i, (one, runs, covered) in enumerate(zip(laid, _runs(spans), np.diff(total).tolist(), strict=True)):
         if runs is not None and np.count_nonzero(one.mask) == covered:
-            chunk.copy(one, runs)
+            chunk.runs.append(runs)
         else:
             chunk.pick(i, one)
-    return chunk.siblings(advantages)
+    return chunk.siblings(laid, advantages)
 
 
 class _Chunk:
     """A chunk that is being laid, group by group. Counts begin as if every token in a span were trainable."""
 
-    def __init__(self, laid: Sequence[Columns], spans: Spans) -> None:
+    def __init__(self, spans: Spans) -> None:
         self._spans = spans
         self._in_span = spans.edges[1] - spans.edges[0]
         self._first = spans.starts[:, 1:].copy()
         np.minimum.at(self._first.reshape(-1), spans.rollouts, spans.edges[0])
         self._sampled = sums(spans.rollouts, self._in_span, self._first.size).reshape(self._first.shape)
-        room = sum(len(one.tokens) for one in laid)
-        self._targets, self._tokens, behaviour = _BLOCKS.take(12 * room).view(np.int32).reshape(3, room)
-        self._behaviour = behaviour.view(np.float32)
-        np.concatenate([_NO_TOKENS, *(one.tokens for one in laid)], out=self._tokens)
-        self._ramp = np.arange(max((len(one.tokens) for one in laid), default=0), dtype=np.int32)
-        self._ends, self._token_ends = [0], list(itertools.accumulate((len(one.tokens) for one in laid), initial=0))
-
-    def copy(self, one: Columns, runs: Sequence[tuple[int, int]]) -> None:
-        """The next group, all of whose tokens in these runs enter the loss, and no others."""
-        end = self._ends[-1]
-        for low, high in runs:
-            start, end = end, end + high - low
-            self._targets[start:end] = self._ramp[low:high]
-            self._behaviour[start:end] = one.logprobs[low:high]
-        self._ends.append(end)
+        self.runs: list[IndexArray] = []
+        """Of each group so far the tokens that enter the loss"""
 
     def pick(self, i: int, one: Columns) -> None:
         """The next group, whatever its mask."""
@@ -217,20 +217,28 @@ class _Chunk:
             for first, last in out.T.tolist():
                 mask[first:last] = False
             (found,) = mask.nonzero()
-        start, end = self._ends[-1], self._ends[-1] + len(found)
-        self._targets[start:end] = found
-        self._behaviour[start:end] = one.logprobs[mask]
-        self._ends.append(end)
+        self.runs.append(_joined(found))
 
-    def siblings(self, advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
+    def siblings(self, laid: Sequence[Columns], advantages: Advantages) -> tuple[tuple[Siblings, ...], Counts]:
         """All of it, once every group is laid."""
         spans, out = self._spans, ~self._spans.enter
         kept = self._sampled - sums(spans.rollouts[out], self._in_span[out], self._sampled.size).reshape(self._sampled.shape)
         context = np.where(spans.present, self._first - spans.starts[:, :-1], np.iinfo(np.int64).max)
         counts = Counts(sampled=self._sampled, kept=kept, spans=self._in_span, context=context)
         ends = spans.sizes.cumsum()
-        parts = zip((ends - spans.sizes).tolist(), ends.tolist(), context.min(axis=1).tolist(), self._stretches(), strict=True)
-        return tuple(self._one(i, advantages[start:end], prefix, stretches) for i, (start, end, prefix, stretches) in enumerate(parts)), counts
+        parts = zip(laid, spans.starts, self.runs, (ends - spans.sizes).tolist(), ends.tolist(), context.min(axis=1).tolist(), self._stretches(), strict=True)
+        return tuple(
+            Siblings(
+                tokens=one.tokens,
+                logprobs=one.logprobs,
+                starts=starts[: end - start + 1],
+                runs=runs,
+                advantages=advantages[start:end],
+                prefix=prefix if _agree(one.tokens, starts[: end - start].tolist(), prefix) else 0,
+                stretches=stretches,
+            )
+            for one, starts, runs, start, end, prefix, stretches in parts
+        ), counts
 
     def _stretches(self) -> Iterator[IndexArray]:
         """Of each group [2, K]: the tokens of its spans that enter the loss, and their staleness, in the order of the tokens."""
@@ -243,33 +251,50 @@ class _Chunk:
         cuts = group.searchsorted(np.arange(len(spans.sizes) + 1)).tolist()
         return (both[:, start:end] for start, end in itertools.pairwise(cuts))
 
-    def _one(self, i: int, advantages: FloatArray, prefix: int, stretches: IndexArray) -> Siblings:
-        chosen, starts = slice(self._ends[i], self._ends[i + 1]), self._spans.starts[i, : len(advantages) + 1]
-        tokens = self._tokens[self._token_ends[i] : self._token_ends[i + 1]]
-        agree = len({tokens[start : start + prefix].tobytes() for start in starts[:-1].tolist()}) == 1
-        return Siblings(
-            tokens=tokens,
-            starts=starts,
-            targets=self._targets[chosen],
-            behaviour=self._behaviour[chosen],
-            advantages=advantages,
-            prefix=prefix if agree else 0,
-            stretches=stretches,
-        )
+
+def _agree(tokens: IntArray, starts: Sequence[int], size: int) -> bool:
+    return len({tokens[start : start + size].tobytes() for start in starts}) == 1
 
 
-def _runs(spans: Spans) -> list[list[tuple[int, int]] | None]:
-    """Of each group the tokens [start, end) of spans that enter the loss, those that touch joined; None where they are many, or not ascending."""
-    count, size = spans.starts.shape
+def taken(values: NDArray[Number], runs: IndexArray) -> NDArray[Number]:
+    """[N]: what stands at `positions(runs)`, wherever `values` lie in memory. It may be a view of them."""
+    if runs.shape[1] == 1:
+        return values[slice(*runs[:, 0].tolist())]
+    if 0 < runs.shape[1] <= _FEW_RUNS:
+        return np.concatenate([values[start:end] for start, end in runs.T.tolist()])
+    return values.copy()[positions(runs)]
+
+
+def positions(runs: IndexArray) -> IndexArray:
+    """[2, K] runs to [N]: every place in them, run by run.
+
+    >>> positions(np.array([[2, 7], [5, 8]])).tolist()
+    [2, 3, 4, 7]
+    """
+    sizes = runs[1] - runs[0]
+    if len(sizes) == 1:
+        return np.arange(*runs[:, 0].tolist())
+    found: IndexArray = np.arange(sizes.sum()) + np.repeat(runs[0] - sizes.cumsum() + sizes, sizes)
+    return found
+
+
+def _joined(places: IndexArray) -> IndexArray:
+    """The reverse of `positions`: ascending places to as few runs as there can be."""
+    apart = np.flatnonzero(np.diff(places) > 1) + 1
+    return np.stack((places[np.concatenate((_START, apart))], places[np.concatenate((apart - 1, [-1]))] + 1)) if len(places) else _NO_RUNS
+
+
+def _runs(spans: Spans) -> list[IndexArray | None]:
+    """Of each group the tokens [start, end) of spans that enter the loss, [2, K], those that touch joined; None where they do not ascend."""
+    count = len(spans.starts)
     group, (low, high) = spans.groups[spans.enter], spans.edges[:, spans.enter]
     same = group[1:] == group[:-1]
     apart = ~same | (low[1:] != high[:-1])
     begins, ends = np.append(True, apart)[: len(low)], np.append(apart, True)[: len(low)]
     cuts = group[begins].searchsorted(np.arange(count + 1)).tolist()
-    joined = list(zip(low[begins].tolist(), high[ends].tolist(), strict=True))
+    joined = np.stack((low[begins], high[ends]))
     odd = set(group[1:][same & (low[1:] < high[:-1])].tolist())
-    most = _RUNS_A_ROLLOUT * (size - 1)
-    return [None if i in odd or end - start > most else joined[start:end] for i, (start, end) in enumerate(itertools.pairwise(cuts))]
+    return [None if i in odd else joined[:, start:end] for i, (start, end) in enumerate(itertools.pairwise(cuts))]
 
 
 def sums(places: IndexArray, counts: IndexArray, size: int) -> IndexArray:

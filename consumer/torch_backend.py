@@ -10,7 +10,6 @@ The model runs without dropout: the ratio compares it with an engine that has no
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -355,16 +354,16 @@ class TorchBackend:
 def _probe(prompt: NDArray[np.int32], answers: Sequence[NDArray[np.int32]]) -> ChunkBatch:
     """One group of these answers, all of them in the loss."""
     starts = np.array([0, *np.cumsum([len(prompt) + len(answer) for answer in answers])], dtype=np.int64)
-    targets = np.concatenate([np.arange(start + len(prompt), end, dtype=np.int32) for start, end in itertools.pairwise(starts)])
+    runs = np.stack((starts[:-1] + len(prompt), starts[1:]))
+    count = int((runs[1] - runs[0]).sum())
     group = Siblings(
         tokens=np.concatenate([np.concatenate([prompt, answer]) for answer in answers]),
+        logprobs=np.zeros(int(starts[-1]), dtype=np.float32),
         starts=starts,
-        targets=targets,
-        behaviour=np.zeros(len(targets), dtype=np.float32),
+        runs=runs,
         advantages=np.zeros(len(answers), dtype=np.float32),
         prefix=len(prompt),
     )
-    count = len(targets)
     return ChunkBatch(groups=(group,), seqs=(), rewards=(), tokens=count, masked=0, staleness={}, group_staleness={}, response_tokens=count)
 
 

@@ -38,8 +38,9 @@ _ARRAYS = {"lengths": ("<i4", 1), "tokens": ("<i4", 1), "mask": ("|u1", 1), "log
 _TEXT = reader(str)
 _METADATA = reader(get_type_hints(Rollout)["metadata"])
 _NOTHING: dict[str, JsonValue] = {}
-_Facts: TypeAlias = tuple[str, str, Mapping[str, JsonValue]]
-"""Finish reason, engine id and metadata of a rollout."""
+_STR, _DICT = {str}, {dict}
+_Facts: TypeAlias = tuple[Sequence[str], Sequence[str], Sequence[Mapping[str, JsonValue]]]
+"""Finish reason, engine id and metadata of all rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -167,8 +168,7 @@ def _read(data: bytes | memoryview, max_bytes: int) -> RolloutGroup:
     metas = rest.get("rollouts")
     if not isinstance(metas, list) or len(metas) != len(lengths) or len(laid.rewards) != len(lengths):
         raise DecodeError("rollouts", f"expected {len(lengths)} rollouts and rewards by lengths")
-    facts = [_facts(meta, i) for i, meta in enumerate(metas)]
-    return RolloutGroup(rollouts=_Rollouts(laid, facts), extras=_extras(rest.get("extras", {})))
+    return RolloutGroup(rollouts=_Rollouts(laid, _facts(metas)), extras=_extras(rest.get("extras", {})))
 
 
 def _entries(frame: bytes | memoryview, max_bytes: int) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
@@ -182,7 +182,7 @@ def _entries(frame: bytes | memoryview, max_bytes: int) -> tuple[Mapping[str, Ar
 class _Rollouts(Sequence[Rollout]):
     """A tuple of rollouts that is made when somebody first looks into it: half of decoding a group would be making its objects."""
 
-    def __init__(self, laid: Columns, facts: Sequence[_Facts]) -> None:
+    def __init__(self, laid: Columns, facts: _Facts) -> None:
         self.columns, self._facts = laid, facts
 
     @cached_property
@@ -191,9 +191,9 @@ class _Rollouts(Sequence[Rollout]):
 
     def _make(self) -> Iterator[Rollout]:
         laid, end = self.columns, 0
-        for length, reward, spans, facts in zip(laid.lengths, laid.rewards, _spans(laid.spans, len(laid.lengths)), self._facts, strict=True):
+        spans_of = _spans(laid.spans, len(laid.lengths))
+        for length, reward, spans, finish_reason, engine_id, metadata in zip(laid.lengths, laid.rewards, spans_of, *self._facts, strict=True):
             start, end = end, end + length
-            finish_reason, engine_id, metadata = facts
             yield Rollout(
                 tokens=laid.tokens[start:end],
                 mask=laid.mask[start:end],
@@ -226,17 +226,23 @@ def _concatenate(arrays: list[Any], dtype: str) -> Any:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype=dtype)
 
 
-def _facts(meta: object, rollout: int) -> _Facts:
-    if not isinstance(meta, dict):
-        raise DecodeError(f"rollouts[{rollout}]", f"expected a map, got {type(meta).__name__}")
-    finish_reason, engine_id, metadata = meta.get("finish_reason", "stop"), meta.get("engine_id", ""), meta.get("metadata", _NOTHING)
-    if type(finish_reason) is not str:
-        _TEXT(finish_reason, f"rollouts[{rollout}].finish_reason")
-    if type(engine_id) is not str:
-        _TEXT(engine_id, f"rollouts[{rollout}].engine_id")
-    if metadata or type(metadata) is not dict:
-        _METADATA(metadata, f"rollouts[{rollout}].metadata")
-    return finish_reason, engine_id, metadata
+def _facts(metas: list[Any]) -> _Facts:
+    """Of all rollouts at once: a column is checked by the types in it, and only where there are others, or metadata, one by one."""
+    if not {*map(type, metas)} <= _DICT:
+        rollout, odd = next((i, meta) for i, meta in enumerate(metas) if type(meta) is not dict)
+        raise DecodeError(f"rollouts[{rollout}]", f"expected a map, got {type(odd).__name__}")
+    finish_reasons = [meta.get("finish_reason", "stop") for meta in metas]
+    engine_ids = [meta.get("engine_id", "") for meta in metas]
+    metadata = [meta.get("metadata", _NOTHING) for meta in metas]
+    for name, column in (("finish_reason", finish_reasons), ("engine_id", engine_ids)):
+        if not {*map(type, column)} <= _STR:
+            for rollout, value in enumerate(column):
+                _TEXT(value, f"rollouts[{rollout}].{name}")
+    if any(metadata) or not {*map(type, metadata)} <= _DICT:
+        for rollout, value in enumerate(metadata):
+            _METADATA(value, f"rollouts[{rollout}].metadata")
+        return finish_reasons, engine_ids, metadata
+    return finish_reasons, engine_ids, [_NOTHING] * len(metas)
 
 
 def _extras(wire: object) -> dict[str, Array]:

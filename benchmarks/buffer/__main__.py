@@ -23,7 +23,7 @@ from benchmarks.buffer.meter import Cost, machine, measure, median
 from benchmarks.buffer.sides import Ceiling, CeilingBatched, InProcess, RedisStream, Rollstream, Side
 from benchmarks.buffer.table import by_length, heading, print_costs, print_facts, print_ways, ratios
 from benchmarks.buffer.tensors import lease_to_tensors
-from consumer.blocks import keep_freed_memory
+from consumer.allocator import keep_freed_memory
 from deploy.redis_server import redis_server
 from protocol.connection import Client, connect
 

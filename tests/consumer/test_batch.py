@@ -15,7 +15,7 @@ from buffer.contract import StepRecord
 from consumer import siblings as siblings_module
 from consumer.advantages import group_mean, group_std
 from consumer.batch import ChunkBatch, collate, empty_micro_batch, micro_batches
-from protocol.codec import encode_group
+from protocol.codec import decode_group, encode_group
 from protocol.errors import RollstreamError
 from protocol.messages import GroupHeader, Rollout, RolloutGroup, Span
 from protocol.versions import Version
@@ -103,6 +103,27 @@ def test_every_token_in_the_loss_is_laid_once_with_its_own_context(make_record: 
     assert batch.tokens == len(expected)
     assert batch.masked > 0
     assert laid_entries(batch, max_tokens=max_tokens, share=share) == expected
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_groups_are_trained_from_their_payloads_at_any_address(make_record: Record, header_of: Callable[..., GroupHeader], offset: int):
+    """Nothing of a payload is copied before there are micro-batches, and they are the same bytes."""
+    record, groups = make_record(step=6, bound=3), [random_group(seq, header_of) for seq in range(20)]
+    payloads = [bytes(offset) + encode_group(group) for _, group in groups]
+    decoded = [decode_group(memoryview(payload)[offset:]) for payload in payloads]
+    batch = collate(record, [(header, group) for (header, _), group in zip(groups, decoded, strict=True)], group_mean)
+    for payload, group in zip(payloads, batch.groups, strict=True):
+        whole = np.frombuffer(payload, dtype=np.uint8)
+        assert np.shares_memory(whole, group.tokens)
+        assert np.shares_memory(whole, group.logprobs)
+    expected = collate(record, groups, group_mean)
+    for share in (False, True):
+        both = (micro_batches(one, max_tokens=40, share_prompts=share) for one in (batch, expected))
+        for part, other in zip(*both, strict=True):
+            for name in ("input_ids", "logit_index", "targets", "behaviour", "advantage", "weight", "rollout", "age"):
+                mine, its = getattr(part, name), getattr(other, name)
+                assert (mine.dtype, mine.tobytes()) == (its.dtype, its.tobytes())
+                assert mine.flags.aligned
 
 
 def test_the_counts_are_those_of_the_tokens(make_record: Record, header_of: Callable[..., GroupHeader]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 
 from buffer.bias import length_bucket
 from buffer.contract import StepRecord
+from consumer import siblings as siblings_module
 from consumer.advantages import ADVANTAGES, Advantage, group_std
 from consumer.batch import ChunkBatch, collate
 from consumer.losses.config import Normaliser
+from consumer.siblings import positions, taken
 from protocol.arrays import pack
 from protocol.codec import decode_group, encode_group
 from protocol.errors import RollstreamError
@@ -172,7 +175,8 @@ def by_rollouts(
 
 def told(batch: ChunkBatch) -> dict[str, Any]:
     found = {name: getattr(batch, name) for name in ChunkBatch.__dataclass_fields__}
-    return found | {"groups": [{name: getattr(one, name) for name in type(one).__dataclass_fields__} for one in batch.groups]}
+    names = ("tokens", "starts", "targets", "behaviour", "advantage", "prefix", "weight", "stretches", "teacher")
+    return found | {"groups": [{name: getattr(one, name) for name in names} for one in batch.groups]}
 
 
 def bits(value: Any) -> Any:
@@ -242,3 +246,20 @@ def test_no_rollout_of_a_payload_becomes_an_object(make_record: Callable[..., St
     assert collate(make_record(), [(header(0, group), read)], group_std).tokens == 4
     with pytest.raises(AssertionError):
         read.rollouts[0]
+
+
+@given(st.lists(st.integers(0, 99), unique=True).map(sorted))
+def test_runs_name_the_places_they_were_made_of(places: list[int]) -> None:
+    runs = siblings_module._joined(np.array(places, dtype=np.int64))
+    assert positions(runs).tolist() == places
+    assert (runs[0, 1:] > runs[1, :-1]).all(), "runs that touch are one"
+
+
+@pytest.mark.parametrize("places", [[], [3], [3, 4, 5], [0, 2, 3, 9], list(range(0, 60, 2))])
+def test_what_stands_in_runs_is_taken_from_any_address(places: list[int]) -> None:
+    values = np.frombuffer(b"x" + np.arange(100, 170, dtype=np.float32).tobytes(), dtype=np.float32, offset=1)
+    assert taken(values, siblings_module._joined(np.array(places, dtype=np.int64))).tolist() == [100.0 + place for place in places]
+
+
+def test_examples_hold() -> None:
+    assert doctest.testmod(siblings_module).failed == 0
