@@ -39,6 +39,10 @@ class StepReport:
     """Further figures by name, see `consumer.metric_names`; a backend of your own may have names of its own. For metrics.jsonl, not for the audit event."""
 
 
+class OtherModel(ConfigError):
+    """A checkpoint is whole, and belongs to another configuration than this one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
     """The weights that an adapter belongs to, which a checkpoint does not hold."""
@@ -100,7 +104,7 @@ class Backend(Protocol):
         """A copy of everything; of several ranks each may give its part. Only between steps: training waits for nothing of a checkpoint but this."""
 
     def restore(self, state: TrainingState) -> None:
-        """Continue from `state`. Raises: `RollstreamError` if it belongs to another model."""
+        """Continue from `state`. Raises: `OtherModel` if it is not one of this configuration's."""
 
 
 @runtime_checkable

@@ -129,7 +129,7 @@ class TrainerDaemonConfig(Tree):
         """
         check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint, loss=self.loss)
         check_loss(self.loss, self.rollout)
-        check_critic(self.critic, self.trainer)
+        check_critic(self.critic, self.trainer, self.loss)
         check_layout(self.megatron, self.trainer)
         check_trains(self.lora, self.trainer, ranks=self.trainer.ranks)
         check_adapters(self.lora, self.weights, self.placement)

@@ -28,7 +28,7 @@ from buffer.storage import Storage, claim_storage, open_storage
 from buffer.upkeep import upkeep
 from buffer.watchdog import EdgeLog
 from buffer.witness import Witness
-from consumer.backend import Backend
+from consumer.backend import Backend, OtherModel
 from consumer.checkpoint import CheckpointDamaged, Incarnations, Progress, checkpoints_on_disk, read_checkpoint, sweep
 from consumer.config import PUBLISH_S, TrainerDaemonConfig
 from consumer.device import shared_device
@@ -134,7 +134,8 @@ async def run_trainer(
     async with Worker() as worker, _ranks(config, place, worker, start_others) as ranks:
         back = None if from_step is None else _Back(step=from_step, abandon=abandon)
         start = await _start_from(config, ledger, await _backend(config, ranks, worker), worker, new_as=new_as, back=back)
-        await asyncio.to_thread(make_folder, config.run.folder)
+        for folder in (config.run.folder, config.checkpoint_folder):  # a person may ask for a checkpoint there before there is one
+            await asyncio.to_thread(make_folder, folder)
         async with AuditSpill(client, keys, config.run.folder / "audit.jsonl"), wakeups(client, keys) as waker:
             trainer_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
             failpoint(Failpoint.TRAINER_BEFORE_ATTACH)
@@ -207,6 +208,8 @@ async def _start_from(
     try:
         found = await asyncio.to_thread(read_checkpoint, reference, folder=folder, share=share)
         await worker.call(backend.restore, found.state)
+    except OtherModel:
+        raise
     except RollstreamError as problem:
         if problem.exit_code != EXIT_CONFIG:
             raise

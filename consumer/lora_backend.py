@@ -18,11 +18,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from consumer.backend import Base, TrainingState
+from consumer.backend import Base, OtherModel, TrainingState
 from consumer.config import TrainerConfig
 from consumer.losses import LossConfig
+from consumer.shards import shape_of
 from consumer.torch_backend import TorchBackend, check_names
-from protocol.errors import ConfigError, RollstreamError
+from protocol.errors import ConfigError
 from weightsync.lora import PEFT_PREFIX, LoraConfig
 
 _ADAPTER = "default"
@@ -95,15 +96,16 @@ class LoraBackend(TorchBackend):
     def _check(self, state: TrainingState) -> None:
         ours, theirs = self._base, state.base
         if theirs is None:
-            raise RollstreamError("the checkpoint holds all weights, and lora.rank asks for an adapter: set lora.rank = 0, or begin a run with --new")
+            raise OtherModel("the checkpoint holds all weights, and lora.rank asks for an adapter: set lora.rank = 0, or begin a run with --new")
         if theirs.digest != ours.digest:
-            raise RollstreamError(
+            raise OtherModel(
                 f"the checkpoint's adapter is of the weights {theirs.digest} that were in {theirs.path}, and model.path has {ours.digest}: correct it"
             )
+        rank = next((shape_of(state.weights, name)[0] for name in state.weights if ".lora_A." in name), self._lora.rank)
+        if rank != self._lora.rank:
+            raise OtherModel(f"the checkpoint's adapter has rank {rank}, lora.rank says {self._lora.rank}: correct lora.rank")
         if theirs.scaling != ours.scaling:
-            raise RollstreamError(
-                f"the checkpoint's adapter is scaled by {theirs.scaling:g}, lora.alpha and lora.rank say {ours.scaling:g}: correct lora.alpha"
-            )
+            raise OtherModel(f"the checkpoint's adapter is scaled by {theirs.scaling:g}, lora.alpha and lora.rank say {ours.scaling:g}: correct lora.alpha")
         super()._check(state)
 
 

@@ -21,7 +21,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.backend import StepReport, TrainingState
+from consumer.backend import OtherModel, StepReport, TrainingState
 from consumer.batch import SHARED_ROW_LIMIT, ChunkBatch, MicroBatch, Siblings, micro_batches
 from consumer.config import TrainerConfig
 from consumer.diagnostics import Measured, Totals, measure, nothing
@@ -302,15 +302,20 @@ class TorchBackend:
         return {f"{moment}.{name}": state[p][moment] for name, p in self._parameters.items() if p in state for moment in MOMENTS}
 
     def _check(self, state: TrainingState) -> None:
-        """Raises: `RollstreamError` if it belongs to another model."""
+        """Raises: `OtherModel` if it belongs to another model."""
+        if state.others:
+            raise OtherModel(
+                f"the checkpoint has a {min(state.others)} beside the policy: go on with the trainer.advantage it had, or begin a run with model.path at its "
+                "folder model"
+            )
         if state.base is not None and not self._adapted:
-            raise RollstreamError(f"the checkpoint holds an adapter of the weights in {state.base.path}: set lora.rank as it was, or begin a run with --new")
+            raise OtherModel(f"the checkpoint holds an adapter of the weights in {state.base.path}: set lora.rank as it was, or begin a run with --new")
         if set(state.weights) != set(self._kept):
             odd = sorted(set(state.weights) ^ set(self._kept))
-            raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct {self._folder_key}")
+            raise OtherModel(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct {self._folder_key}")
         for name, tensor in self._kept.items():
             if tuple(tensor.shape) != (found := shape_of(state.weights, name)):
-                raise RollstreamError(f"the checkpoint belongs to another model: {name} has shape {found}, expected {tuple(tensor.shape)}")
+                raise OtherModel(f"the checkpoint belongs to another model: {name} has shape {found}, expected {tuple(tensor.shape)}")
 
     def _random_state(self) -> dict[str, bytes]:
         rng = {"torch": bytes(torch.get_rng_state().numpy())}

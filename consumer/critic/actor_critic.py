@@ -85,7 +85,7 @@ class ActorCritic:
     def restore(self, state: TrainingState) -> None:
         self._held.clear()
         self._critic.restore(state)
-        self._policy.restore(state)
+        self._policy.restore(dataclasses.replace(state, others={}))
 
     # -- turns on a device of several --------------------------------------------------------------------------------------------------------
 

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from consumer.losses.config import LossConfig
 from protocol.config import Section
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from consumer.config import TrainerConfig
 
+_NO_ADVANTAGE = frozenset({"sft", "distillation"})
 GAE = "gae"
 """The advantage that needs a critic."""
 
@@ -44,7 +46,7 @@ class CriticConfig(Section):
     grad_clip: float = Field(1.0, gt=0, description="Upper bound of the norm of the critic's gradient.")
 
 
-def check_critic(critic: CriticConfig, trainer: TrainerConfig) -> None:
+def check_critic(critic: CriticConfig, trainer: TrainerConfig, loss: LossConfig) -> None:
     """What [critic] and [trainer] ask of each other. A section without any key is as none. Raises: `ConfigError`."""
     if trainer.advantage != GAE:
         return
@@ -57,6 +59,10 @@ def check_critic(critic: CriticConfig, trainer: TrainerConfig) -> None:
         raise ConfigError(
             f"trainer.advantage gae with trainer.backend {trainer.backend}: a critic runs beside the torch backend alone; set trainer.backend = torch, or use "
             "an advantage without a critic, such as group_std"
+        )
+    if loss.kind in _NO_ADVANTAGE:
+        raise ConfigError(
+            f"trainer.advantage gae with loss.kind {loss.kind}: it reads no advantage, so a critic would be trained for nothing; set trainer.advantage = none"
         )
     if critic.value_clip and critic.epochs == 1:
         raise ConfigError(

@@ -10,14 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.backend import TrainingState
+from consumer.backend import OtherModel, TrainingState
 from consumer.batch import ChunkBatch, MicroBatch
 from consumer.config import TrainerConfig
 from consumer.critic.model import load_value_model
 from consumer.losses import LossConfig
 from consumer.model_shaping import recompute_activations
 from consumer.torch_backend import TorchBackend
-from protocol.errors import RollstreamError
 
 
 class ValueBackend(TorchBackend):
@@ -77,7 +76,7 @@ class ValueBackend(TorchBackend):
 
     def _check(self, state: TrainingState) -> None:
         if not state.weights:
-            raise RollstreamError(
+            raise OtherModel(
                 "the checkpoint has no critic: its run trained without one; go on with the trainer.advantage it had, or begin a run with model.path at the "
                 "checkpoint's folder model"
             )

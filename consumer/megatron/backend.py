@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, set_t
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.backend import StepReport, TrainingState
+from consumer.backend import OtherModel, StepReport, TrainingState
 from consumer.batch import ChunkBatch
 from consumer.config import TrainerConfig
 from consumer.diagnostics import Measured, Totals, measure, nothing
@@ -285,17 +285,17 @@ class MegatronBackend:
         self.abandon_step()
         expected = self._names()
         if odd := sorted(set(state.weights) ^ expected):
-            raise RollstreamError(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")
+            raise OtherModel(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")
         try:
             self._fill(functools.partial(_slab_of, state.weights, ""))
         except ValueError as problem:
-            raise RollstreamError(f"the checkpoint belongs to another model: {problem}; correct model.path") from problem
+            raise OtherModel(f"the checkpoint belongs to another model: {problem}; correct model.path") from problem
         self._optimizer.forget_state()
         counts = {float(copy_in(state.optimizer[f"step.{name}"])) for name in expected if f"step.{name}" in state.optimizer}
         if not counts:
             return
         if len(counts) > 1 or any(f"step.{name}" not in state.optimizer for name in expected):
-            raise RollstreamError("the checkpoint's optimizer has not stepped all parameters equally often; go on with trainer.backend torch")
+            raise OtherModel("the checkpoint's optimizer has not stepped all parameters equally often; go on with trainer.backend torch")
         for moment in MOMENTS:
             for name, part in self._parts(functools.partial(_slab_of, state.optimizer, f"{moment}.")):
                 self._optimizer.put(moment, name, part)

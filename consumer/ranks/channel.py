@@ -140,7 +140,8 @@ class Line:
     def send(self, message: object) -> None:
         """Hand it to the kernel; what a dead end does not take is told by `receive`."""
         frame = encode(message)
-        self._writer.write(len(frame).to_bytes(_LENGTH, "big") + frame)
+        with contextlib.suppress(OSError, RuntimeError):  # uvloop's, of a transport that it has closed
+            self._writer.write(len(frame).to_bytes(_LENGTH, "big") + frame)
 
     async def receive(self, kind: type[M]) -> M:
         try:

@@ -269,10 +269,10 @@ class Hub:
             return
         self._failure = problem
         self._failed.set()
-        self._end(str(problem))
         for talk in self._talks.values():
             talk.fail(problem)
         self._changed.set()
+        self._end(str(problem))
 
     async def _later(self, problem: RollstreamError, seconds: float) -> None:
         await asyncio.sleep(seconds)

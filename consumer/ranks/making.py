@@ -14,7 +14,7 @@ from consumer.ranks.place import Place
 def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Backend:
     """In the thread that will train; of several ranks, once their process group is there. Takes seconds. Raises: `ConfigError`."""
     trainer, options = config.trainer, dict[str, Any]()
-    check_critic(config.critic, trainer)
+    check_critic(config.critic, trainer, config.loss)
     check_loss(config.loss, config.rollout)
     if config.placement.layout == "colocated":
         options["shared"] = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import AsyncIterator
 
 import pytest
+import uvloop
 
 from consumer.ranks.channel import Answer, Call, Command, Hello, Kind, Line, RankFailed, RankLost
 from consumer.ranks.hub import Hub
@@ -207,3 +209,20 @@ async def test_every_address_of_this_machine_reaches_the_one_port_that_is_told(h
         line.send(Hello(rank=1, token=hub.token))
         await hub.gather(10)
         await line.close()
+
+
+def test_a_rank_whose_connection_was_reset_is_told_to_whoever_waits_and_to_the_other_ranks():
+    """On uvloop, as the commands run: it raises where a transport that it has closed is written to."""
+
+    async def one_resets() -> None:
+        async with three() as (hub, one, two):
+            asked = asyncio.create_task(hub.ask(Call.FINISH))
+            await one.receive(Command)
+            await two.receive(Command)
+            one._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one._writer.transport.abort()
+            with pytest.raises(RankLost, match="rank 1 is gone"):
+                await asyncio.wait_for(asked, 10)
+            assert (await two.receive(Command)).call is Call.END
+
+    uvloop.run(one_resets())
