@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from protocol.messages import GroupHeader, RolloutGroup, Seq
 __all__ = [
     "SHARED_ROW_LIMIT",
     "ChunkBatch",
+    "ChunkFigures",
     "IndexArray",
     "LossTokens",
     "MicroBatch",
@@ -41,10 +42,9 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ChunkBatch:
-    """The groups of a chunk, ready for a backend, and what is to be told of them."""
+class ChunkFigures:
+    """What is to be told of a chunk once it is trained: nothing here holds a payload."""
 
-    groups: tuple[Siblings, ...]
     seqs: tuple[Seq, ...]
     rewards: tuple[float, ...]
     """Of every rollout, in order."""
@@ -64,6 +64,19 @@ class ChunkBatch:
     masked_lengths: Mapping[int, int] = field(default_factory=dict)
     divisor: float = 0.0
     """What this chunk adds to the divisor of its step (`consumer.normalisers`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkBatch(ChunkFigures):
+    """The groups of a chunk, ready for a backend, with its figures."""
+
+    groups: tuple[Siblings, ...]
+    """They lie in the payloads that were fetched, which live as long."""
+
+    @property
+    def figures(self) -> ChunkFigures:
+        """Without the groups."""
+        return ChunkFigures(**{one.name: getattr(self, one.name) for one in fields(ChunkFigures)})
 
 
 def collate(
@@ -110,7 +123,7 @@ def collate_step(
     ]
 
 
-def step_divisor(batches: Sequence[ChunkBatch]) -> float:
+def step_divisor(batches: Sequence[ChunkFigures]) -> float:
     """What a step of these chunks divides by; 0, and the weights stay, where no token is in the loss."""
     return sum(batch.divisor for batch in batches) if any(batch.tokens for batch in batches) else 0.0
 

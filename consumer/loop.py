@@ -27,7 +27,7 @@ from buffer.contract import Attachment, ChunkRecord, Ledger
 from buffer.witness import Witness, WitnessLine
 from consumer.advantages import find_advantage, needs_whole_step
 from consumer.backend import Backend, SharesDevice, StepReport, digest_now
-from consumer.batch import ChunkBatch, collate_step, step_divisor
+from consumer.batch import ChunkFigures, collate_step, step_divisor
 from consumer.checkpoint import Progress
 from consumer.config import PUBLISH_S, StopConfig, TrainerConfig
 from consumer.device import Device, OwnDevice
@@ -75,7 +75,7 @@ class _Gathered:
     """A whole step, ready for the optimizer."""
 
     chunks: list[ChunkRecord]
-    batches: list[ChunkBatch]
+    figures: list[ChunkFigures]
     wait_s: float
     since: int
     """`Mender.mended` before its first group was taken."""
@@ -195,10 +195,10 @@ class TrainingLoop:
         gathered = await self._gather(step, stopped)
         if gathered is None:
             return False
-        after = await parts.worker.call(self._finish, step, gathered.batches)
+        after = await parts.worker.call(self._finish, step, gathered.figures)
         parts.mender.stepped(step, gathered.chunks)
         stats = step_stats(
-            gathered.batches,
+            gathered.figures,
             after.report,
             seconds=time.monotonic() - started_s,
             wait_s=gathered.wait_s,
@@ -208,7 +208,7 @@ class TrainingLoop:
         )
         reply = await parts.mender.trained(self._incarnation, step, after.weights.digest, stats, since=gathered.since)
         failpoint(Failpoint.TRAINER_TRAINED)
-        told = stats | step_diagnostics(gathered.batches, after.report)
+        told = stats | step_diagnostics(gathered.figures, after.report)
         await self._edge(background, step, after.weights, told, wanted=reply.checkpoint_wanted)
         if self.device.shared:  # engines that have the device again find the new version at once
             await parts.publisher.drain(PUBLISH_S)
@@ -245,7 +245,7 @@ class TrainingLoop:
         await parts.ledger.open_step(self._incarnation, step)
         failpoint(Failpoint.TRAINER_STEP_OPENED)
         chunks: list[ChunkRecord] = []
-        batches: list[ChunkBatch] = []
+        figures: list[ChunkFigures] = []
         held: list[_Taken] = []
         async with asyncio.TaskGroup() as fetching:
             upcoming = fetching.create_task(self._take(step, 0), name="trainer:fetch")
@@ -267,12 +267,12 @@ class TrainingLoop:
                     if not await self._have_device(stopped):
                         break
                     for together in [held] if self._whole_step else [[one] for one in held]:
-                        batches += await parts.worker.call(self._accumulate, together)
+                        figures += await parts.worker.call(self._accumulate, together)
                     held = []
                 self.status = dataclasses.replace(self.status, moved_at=time.time())
                 if taken.chunk.last:
                     break
-        return None if stopped.done() else _Gathered(chunks=chunks, batches=batches, wait_s=wait_s, since=since)
+        return None if stopped.done() else _Gathered(chunks=chunks, figures=figures, wait_s=wait_s, since=since)
 
     async def _have_device(self, stopped: asyncio.Task[bool]) -> bool:
         """False if `stopped` came first: others may take long to let go."""
@@ -357,8 +357,8 @@ class TrainingLoop:
 
     # -- in the worker's thread ------------------------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, held: Sequence[_Taken]) -> list[ChunkBatch]:
-        """Chunks whose rollouts are compared with each other."""
+    def _accumulate(self, held: Sequence[_Taken]) -> list[ChunkFigures]:
+        """Chunks whose rollouts are compared with each other. Their figures stay; the payloads go, so that a step never holds more than two chunks of them."""
         taken = [(one.chunk, one.groups) for one in held]
         collated = self._parts.crew.collate([chunk for chunk, _ in taken], lambda: self._collate(taken))
         for one in collated:
@@ -366,10 +366,10 @@ class TrainingLoop:
             failpoint(Failpoint.TRAINER_ACCUMULATED)
         return [one.told for one in collated]
 
-    def _finish(self, step: int, batches: list[ChunkBatch]) -> _Stepped:
-        tokens = sum(batch.tokens for batch in batches)
+    def _finish(self, step: int, figures: list[ChunkFigures]) -> _Stepped:
+        tokens = sum(one.tokens for one in figures)
         failpoint(Failpoint.TRAINER_BEFORE_OPTIMIZER)
-        report = self._parts.backend.finish_step(step, step_divisor(batches))
+        report = self._parts.backend.finish_step(step, step_divisor(figures))
         failpoint(Failpoint.TRAINER_STEPPED)
         if self.device.shared and isinstance(self._parts.backend, SharesDevice):
             self._parts.backend.offload()  # first: what is copied for publishing would lie on the device too
@@ -379,10 +379,10 @@ class TrainingLoop:
             parent=self._fork.parent,
             fork_step=self._attachment.resume_step,
             step=step,
-            seqs=tuple(seq for batch in batches for seq in batch.seqs),
+            seqs=tuple(seq for one in figures for seq in one.seqs),
             tokens=tokens,
-            masked=sum(batch.masked for batch in batches),
-            max_staleness=max((age for batch in batches for age in batch.staleness), default=0),
+            masked=sum(one.masked for one in figures),
+            max_staleness=max((age for one in figures for age in one.staleness), default=0),
             digest=weights.digest,
             at=time.time(),
         )

@@ -25,7 +25,7 @@ from buffer.recording import RecordedStep
 from buffer.replay import decoded
 from consumer.advantages import find_advantage, needs_whole_step
 from consumer.backend import Backend, StepReport, digest_now
-from consumer.batch import ChunkBatch, collate_step, step_divisor
+from consumer.batch import ChunkFigures, collate_step, step_divisor
 from consumer.checkpoint import Checkpoint, Progress
 from consumer.config import StopConfig, TrainerConfig
 from consumer.losses.config import Normaliser
@@ -182,9 +182,9 @@ class OfflineTraining:
 
     async def _train(self, step: RecordedStep, *, wait_s: float) -> None:
         parts, started_s, busy_s = self._parts, time.monotonic(), self._parts.worker.busy_s
-        batches, report, digest_here = await parts.worker.call(self._take_step, step)
+        figures, report, digest_here = await parts.worker.call(self._take_step, step)
         seconds = time.monotonic() - started_s + wait_s
-        stats = step_stats(batches, report, seconds=seconds, wait_s=wait_s, train_s=parts.worker.busy_s - busy_s)
+        stats = step_stats(figures, report, seconds=seconds, wait_s=wait_s, train_s=parts.worker.busy_s - busy_s)
         self._incarnation, self._moved = step.incarnation, True
         self._trained_on[step.step] = _made_of(step)
         self.progress = Progress(
@@ -194,7 +194,7 @@ class OfflineTraining:
             rewards=(*self.progress.rewards, cast("float", stats["reward"]))[-REWARD_WINDOW:],
         )
         done = OfflineStep(step=step.step, incarnation=step.incarnation, digest=digest_here, recorded_digest=step.digest)
-        parts.metrics.append(self._line(done, stats | step_diagnostics(batches, report)))
+        parts.metrics.append(self._line(done, stats | step_diagnostics(figures, report)))
         self._on_step(done)
         if parts.shelf.due(step.step):
             await self._keep()
@@ -224,16 +224,16 @@ class OfflineTraining:
         if edge is None:
             self.moved_at = now
 
-    def _take_step(self, step: RecordedStep) -> tuple[list[ChunkBatch], StepReport, str]:
+    def _take_step(self, step: RecordedStep) -> tuple[list[ChunkFigures], StepReport, str]:
         """In the worker's thread."""
-        backend, batches = self._parts.backend, list[ChunkBatch]()
+        backend, figures = self._parts.backend, list[ChunkFigures]()
         chunks = decoded(step, self._parts.blobs)
         for together in [list(chunks)] if self._whole_step else ([chunk] for chunk in chunks):
             for batch in self._collate(together):
                 backend.accumulate(batch)
-                batches.append(batch)
-        report = backend.finish_step(step.step, step_divisor(batches))
-        return batches, report, digest_now(backend)
+                figures.append(batch.figures)
+        report = backend.finish_step(step.step, step_divisor(figures))
+        return figures, report, digest_now(backend)
 
 
 def _made_of(step: RecordedStep) -> str:

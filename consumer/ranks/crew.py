@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from buffer.client import TrainerBuffer
 from buffer.contract import ChunkRecord
-from consumer.batch import ChunkBatch
+from consumer.batch import ChunkBatch, ChunkFigures
 from consumer.checkpoint import nobody
 from consumer.shards import Told
 from protocol.messages import Edge, GroupHeader, RolloutGroup
@@ -21,8 +21,8 @@ class Collated(NamedTuple):
 
     mine: ChunkBatch
     """For this process's backend."""
-    told: ChunkBatch
-    """All of it, perhaps without arrays: for statistics, the witness and the step's divisor."""
+    told: ChunkFigures
+    """Of all of it: for statistics, the witness and the step's divisor."""
 
 
 class Crew(Protocol):
@@ -51,7 +51,7 @@ class Alone:
         return await self._buffer.fetch(chunk, on_blocked)
 
     def collate(self, _chunks: Sequence[ChunkRecord], collate: Callable[[], list[ChunkBatch]], /) -> list[Collated]:
-        return [Collated(batch, batch) for batch in collate()]
+        return [Collated(batch, batch.figures) for batch in collate()]
 
     def write(self, folder: Path, /) -> Callable[[], Sequence[Told]]:
         return nobody(folder)

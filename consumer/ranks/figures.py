@@ -1,6 +1,6 @@
-"""What is told of a batch without its arrays, from rank to rank, and the union of what the ranks tell.
+"""`ChunkFigures` from rank to rank, and the union of what the ranks tell.
 
-Everything of a `ChunkBatch` but its groups: each number is a sum over groups and each mapping counts something, so the union of shares is their sum. Groups
+Each number is a sum over groups and each mapping counts something, so the union of shares is their sum. Groups
 and their rewards come in the chunk's order again, whoever had them.
 """
 
@@ -14,18 +14,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, cast
 
-from consumer.batch import ChunkBatch
+from consumer.batch import ChunkFigures
 from protocol.errors import DecodeError
 from protocol.messages import GroupHeader, JsonValue, Seq
 
-_ARRAYS = "groups"
 
-
-def told(batch: ChunkBatch) -> dict[str, JsonValue]:
+def told(figures: ChunkFigures) -> dict[str, JsonValue]:
     """For the wire."""
     found: dict[str, JsonValue] = {}
     for name in _kinds():
-        value = getattr(batch, name)
+        value = getattr(figures, name)
         if isinstance(value, Mapping):
             found[name] = {str(key): count for key, count in value.items()}
         else:
@@ -33,9 +31,9 @@ def told(batch: ChunkBatch) -> dict[str, JsonValue]:
     return found
 
 
-def heard(figures: Mapping[str, JsonValue]) -> ChunkBatch:
-    """The batch that was told of, without groups. Raises: `DecodeError`."""
-    values: dict[str, Any] = {_ARRAYS: ()}
+def heard(figures: Mapping[str, JsonValue]) -> ChunkFigures:
+    """What was told. Raises: `DecodeError`."""
+    values: dict[str, Any] = {}
     try:
         for name, kind in _kinds().items():
             value: Any = figures[name]
@@ -45,11 +43,11 @@ def heard(figures: Mapping[str, JsonValue]) -> ChunkBatch:
                 values[name] = kind(value)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise DecodeError("figures", f"{type(problem).__name__}: {problem}") from problem
-    return ChunkBatch(**values)
+    return ChunkFigures(**values)
 
 
-def union(headers: Sequence[GroupHeader], parts: Sequence[ChunkBatch]) -> ChunkBatch:
-    """All shares of a chunk as one batch, without groups; `headers` is the chunk's order."""
+def union(headers: Sequence[GroupHeader], parts: Sequence[ChunkFigures]) -> ChunkFigures:
+    """Of all shares of a chunk together; `headers` is the chunk's order."""
     sizes = {header.seq: len(header.lengths) for header in headers}
     rewards: dict[Seq, tuple[float, ...]] = {}
     for part in parts:
@@ -57,7 +55,7 @@ def union(headers: Sequence[GroupHeader], parts: Sequence[ChunkBatch]) -> ChunkB
         for seq, (start, end) in zip(part.seqs, itertools.pairwise(ends), strict=True):
             rewards[seq] = part.rewards[start:end]
     order = [header.seq for header in headers if header.seq in rewards]
-    values: dict[str, Any] = {_ARRAYS: (), "seqs": tuple(order), "rewards": tuple(reward for seq in order for reward in rewards[seq])}
+    values: dict[str, Any] = {"seqs": tuple(order), "rewards": tuple(reward for seq in order for reward in rewards[seq])}
     for name, kind in _kinds().items():
         if name in values:
             continue
@@ -68,14 +66,14 @@ def union(headers: Sequence[GroupHeader], parts: Sequence[ChunkBatch]) -> ChunkB
             values[name] = dict(sorted(total.items()))
         else:
             values[name] = sum(getattr(part, name) for part in parts)
-    return ChunkBatch(**values)
+    return ChunkFigures(**values)
 
 
 @cache
 def _kinds() -> dict[str, type]:
-    """Of every field but the arrays: tuple, Mapping, int or float."""
-    hints = typing.get_type_hints(ChunkBatch)
-    kinds = {field.name: hints[field.name] for field in dataclasses.fields(ChunkBatch) if field.name != _ARRAYS}
+    """Of every field: tuple, Mapping, int or float."""
+    hints = typing.get_type_hints(ChunkFigures)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(ChunkFigures)}
     found = {name: cast("type", typing.get_origin(hint) or hint) for name, hint in kinds.items()}
     assert set(found.values()) <= {tuple, Mapping, int, float}, f"a figure of another kind: {found}"
     return found

@@ -18,6 +18,7 @@ HERE = Path("/somewhere/else")
 
 def measured(layout: Layout, **changes: object) -> Measured:
     run = Measured(
+        name="run",
         layout=layout,
         pause="in_place",
         transport="store",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from buffer.redis_ledger import RedisLedger
 from buffer.report import totals
 from buffer.storage import open_storage
 from buffer.witness import read_witness
+from consumer.backend import StepReport
+from consumer.batch import ChunkBatch
 from consumer.checkpoint import CheckpointDamaged, read_checkpoint, write_checkpoint
 from consumer.config import TrainerDaemonConfig
 from consumer.daemon import run_trainer
 from consumer.journal import read_journal
+from consumer.torch_backend import TorchBackend
 from protocol.codec import encode_group
 from protocol.config import validate
 from protocol.connection import Client
@@ -82,6 +86,31 @@ async def test_a_run_trains_every_group_once_and_its_records_agree(redis: Client
     assert lines[-1]["tokens_total"] == sum(line.tokens for line in witness)
     assert all(sum(line["staleness"].values()) == line["tokens"] for line in lines)
     assert await Presence(redis, keys, "trainer", TrainerStatus).members() == []
+
+
+async def test_a_step_lets_go_of_each_chunk_when_it_is_trained(
+    redis: Client, make_config: Tables, producing: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    config = configured(make_config(stop__steps=2, buffer__groups_per_step=6, buffer__chunk_groups=1))
+    accumulate, finish_step = TorchBackend.accumulate, TorchBackend.finish_step
+    tokens: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def accumulated(self: TorchBackend, batch: ChunkBatch) -> None:
+        alive.append(sum(one() is not None for one in tokens))
+        accumulate(self, batch)
+        tokens.extend(weakref.ref(group.tokens) for group in batch.groups)
+
+    def finished(self: TorchBackend, step: int, divisor: float) -> StepReport:
+        alive.append(sum(one() is not None for one in tokens))
+        return finish_step(self, step, divisor)
+
+    monkeypatch.setattr(TorchBackend, "accumulate", accumulated)
+    monkeypatch.setattr(TorchBackend, "finish_step", finished)
+    producing(Keys(config.run.name))
+    await trained(config, redis)
+    assert len(tokens) == 12
+    assert max(alive) <= 1, "a trained chunk is held only until the next one was fetched"
 
 
 async def test_a_waiting_trainer_says_for_what_and_since_when_and_stops_at_the_last_whole_step(
