@@ -230,8 +230,8 @@ class EnginePool:
         """Take the engine out of routing here and in the registry, or, behind a router, nobody. Raises: `SampleFailed`, always."""
         engine = seat.engine
         if engine.id != _ROUTER:
-            self._routing.unfit(engine.key)
-            _LOG.warning("engine %s is unfit: %s", engine.id, reason)
+            if self._routing.unfit(engine.key):  # the first of all that it was asked tells
+                _LOG.warning("engine %s is unfit: %s", engine.id, reason)
             with contextlib.suppress(RedisUnavailable):  # the sample has failed either way, and the next answer says it again
                 await self._registry.mark_unfit(*engine.key, reason)
         raise SampleFailed(f"engine {engine.id} {reason}")

@@ -223,10 +223,10 @@ class Routing:
         load.cost = load.cost - cost if load.outstanding else 0.0
         return load.breaker
 
-    def unfit(self, key: EngineKey) -> None:
-        """Its answers contradict the registry: not chosen until the registry says so again."""
-        self._engines.pop(key, None)
+    def unfit(self, key: EngineKey) -> bool:
+        """Its answers contradict the registry: not chosen until the registry says so again. False: it was not to be chosen before."""
         self._place.pop(key, None)
+        return self._engines.pop(key, None) is not None
 
     @property
     def resting(self) -> dict[EngineKey, str]:

@@ -41,7 +41,8 @@ def run_daemon(role: str, body: Callable[[asyncio.Event], Awaitable[None]]) -> i
     """Run `body(stop)` under uvloop and return the exit code: 0 drained, 1 fault, 2 bad configuration, 3 replaced, 75 try again.
 
     SIGTERM and SIGINT set `stop`; the body then drains to its own deadline and returns. A second signal ends the process at once, with exit code 1. In another
-    thread than the first, where no signal is ever heard, whoever started it must keep `stop` from the body and set it.
+    thread than the first, where no signal is ever heard, whoever started it must keep `stop` from the body and set it. A SIGTERM that comes when the body has
+    ended changes nothing where a supervisor waits for the exit code: what was drained is not told as killed.
     """
     level = os.environ.get("ROLLSTREAM_LOG", "INFO").upper()
     if level not in logging.getLevelNamesMapping():
@@ -61,6 +62,9 @@ def run_daemon(role: str, body: Callable[[asyncio.Event], Awaitable[None]]) -> i
             return _report(role, ours)
         _LOG.exception("ended by a fault")
         return EXIT_FAULT
+    finally:
+        if os.environ.get(SUPERVISED):
+            ignore(signal.SIGTERM)
     return EXIT_DRAINED
 
 

@@ -180,6 +180,18 @@ async def test_an_answer_through_a_router_of_a_version_that_cannot_be_fails_the_
             await at.pool.judge(await at.pool.acquire(None), {Version(1, 0)})
 
 
+async def test_an_engine_is_told_unfit_once_however_many_requests_it_has(stage: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = StreamingEngine()
+    async with engine.serving(), bench(stage) as at:
+        await at.add("a", engine)
+        seats = [await at.pool.acquire(None) for _ in range(3)]
+        for seat in seats:
+            with pytest.raises(SampleFailed, match="says nothing"):
+                await at.pool.mark_unfit(seat, "says nothing")
+        assert [one.state for one in await stage.registry.engines()] == [EngineState.UNFIT]
+        assert [record.message for record in caplog.records if "is unfit" in record.message] == ["engine a is unfit: says nothing"]
+
+
 async def test_a_response_that_is_cut_off_behind_a_router_goes_on_through_it(stage: Any) -> None:
     first, second = StreamingEngine(), StreamingEngine()
     async with first.serving(), second.serving(), forwarding([first, second]) as url, bench(stage, router_url=url) as at:

@@ -115,6 +115,22 @@ def test_a_second_signal_ends_it_at_once_and_never_with_0() -> None:
         assert ended(process)[0] == 1
 
 
+def test_a_signal_behind_the_end_does_not_make_what_has_drained_a_failure() -> None:
+    late = "import atexit; atexit.register(lambda: (print('over', flush=True), sys.stdin.readline()))"
+    code = FRAME.format(body="    return").replace("async def body", f"{late}\nasync def body")
+    environ = {"PATH": "", "PYTHONPATH": str(ROOT), SUPERVISED: "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert said(process) == "over"
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[0] == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_logs_carry_the_role_and_the_level_is_a_setting() -> None:
     body = """
     import logging

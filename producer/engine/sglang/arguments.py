@@ -45,6 +45,7 @@ _REFUSED = {
 _ALLOWED = {
     "--disaggregation-mode": ("null", "neither half of such a pair writes a token by itself, by which every update is proven; run both as one server"),
     "--node-rank": ("0", "the host starts the node that answers; start the others by hand (docs/engines.md)"),
+    "--tokenizer-worker-num": ("1", "each of its processes names a version of the weights of its own, and an update reaches one of them (seen with 0.5.17)"),
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
 _MULTI_NODE = "--nnodes"

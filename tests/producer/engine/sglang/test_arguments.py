@@ -82,6 +82,7 @@ def test_the_users_arguments_come_last_and_so_win():
         (("--node-rank", "1"), "start the others by hand"),
         (("--nnodes", "2"), "--nnodes 2 without --dist-init-addr"),
         (("--weight-cache-mode", "daemon"), "cannot be updated in place"),
+        (("--tokenizer-worker-num", "4"), "an update reaches one of them"),
         (("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "/draft"), "into the draft as well"),
         (("--quantization", "fp8"), "--quantization fp8 without --load-format flash_rl"),
         (("--quantization=fp8", "--load-format=auto"), "take no second version"),
