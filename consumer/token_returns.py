@@ -4,9 +4,9 @@
     finish_step  mean and deviation over the tokens of all ranks ─► chunks with their advantages ─► policy: gradient, optimizer
 
 `A_t = (G_t - mean) / (std + 1e-4)`, `G_t = R - sum over i >= t of the penalty`, both over all tokens of the step that are in the loss.
-Source: Hu et al., "REINFORCE++" (arXiv 2501.03262), equations 8 to 10. Without a penalty that is the form which popular code calls REINFORCE++: a rollout counts
-in mean and deviation as often as it has tokens, while `reinforce_pp` counts every rollout once. verl discounts the sum by `algorithm.gamma`, by default 1 as in
-the paper and here.
+Source: Hu et al., "REINFORCE++" (arXiv 2501.03262), equations 8 to 10. Without a penalty that is the form which popular code calls REINFORCE++: a rollout
+counts in mean and deviation as often as it has tokens, while `reinforce_pp` counts every rollout once. verl discounts the sum by `algorithm.gamma`, by default
+1 as in the paper and here.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from consumer.row_digest import row_digest
 from consumer.shards import shape_of
 from consumer.snapshot_buffers import SnapshotBuffers
 from consumer.teacher import check_teacher
-from consumer.token_advantages import numbered, token_count
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
+from consumer.token_advantages import numbered, token_count
 from consumer.token_logprobs import token_logprobs
 from protocol.errors import ConfigError, RollstreamError
 from weightsync.safetensors_file import open_tensors

@@ -93,7 +93,8 @@ class LossConfig(Section):
             )
         if self.kl_coef and self.kl_reward_coef:
             raise ValueError(
-                f"kl_coef {self.kl_coef:g} and kl_reward_coef {self.kl_reward_coef:g}: the divergence from the reference model would count twice; set one of them to 0"
+                f"kl_coef {self.kl_coef:g} and kl_reward_coef {self.kl_reward_coef:g}: the divergence from the reference model would count twice; set one of "
+                "them to 0"
             )
         if self.lr_by_ess and self.kind == "sft":
             raise ValueError("lr_by_ess goes by importance weights, and kind sft has none: set lr_by_ess = false, or another kind")

@@ -37,7 +37,10 @@ def jobs() -> list[Job]:
     found = [Job(name=f"look-{model}-tp1", model=model, ranks=1) for model in MODELS]
     found += [Job(name=f"{what}-{model}-{loss}", model=model, ranks=1, what=what, loss=loss) for model, loss in AGREED for what in ("torch", "train")]
     found += [Job(name=f"train-{model}-all-{name}", model=model, ranks=2, what="train", layout=_LAYOUTS[name], loss="all") for model, name in TRAINED]
-    found += [Job(name=f"train-qwen3-tied-distillation-{name}", model="qwen3-tied", ranks=2, what="train", layout=_LAYOUTS[name], loss="distillation") for name in TAUGHT]
+    found += [
+        Job(name=f"train-qwen3-tied-distillation-{name}", model="qwen3-tied", ranks=2, what="train", layout=_LAYOUTS[name], loss="distillation")
+        for name in TAUGHT
+    ]
     found += [Job(name=f"look-{model}-{layout}", model=model, ranks=2, layout=_LAYOUTS[layout]) for model in MODELS for layout in LOOKED_AT[1:]]
     return [
         *found,
