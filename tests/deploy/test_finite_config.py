@@ -6,6 +6,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -36,7 +37,7 @@ def spoilt(annotation: Any, bad: float) -> Any:
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation is float:
         return bad
-    if annotation in _PLAIN or origin is Literal:
+    if annotation in _PLAIN or origin is Literal or (isinstance(annotation, type) and issubclass(annotation, Enum)):
         return None
     if origin is Annotated:
         return spoilt(inner[0], bad)
