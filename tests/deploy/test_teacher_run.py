@@ -93,7 +93,7 @@ async def test_a_live_teachers_logprobs_reach_the_loss_and_the_policy_comes_near
     assert (summary["steps"], summary["groups_lost"], summary["staleness"]["max"]) == (STEPS, 0, 0)
     assert len(scored) >= STEPS * STEP_ROLLOUTS
     steps: list[dict[str, Any]] = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (last,) = (tmp_path / "run" / "checkpoint").glob(f"step-{STEPS}*/model")
+    (last,) = (tmp_path / "run" / "checkpoint").glob(f"step-{STEPS:06d}-*/model")
     start, teacher, trained = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in (tmp_path / "model", teacher_path, last)
     )

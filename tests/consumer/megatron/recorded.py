@@ -99,7 +99,7 @@ def _with_noise(group: RolloutGroup, rng: np.random.Generator) -> RolloutGroup:
         noise = rng.normal(0, 0.1, len(one.logprobs)).astype(np.float32)
         rollouts.append(dataclasses.replace(one, logprobs=np.where(one.mask > 0, np.minimum(one.logprobs + noise, 0), one.logprobs).astype(np.float32)))
     logprobs = np.concatenate([one.logprobs for one in group.rollouts])
-    scores = np.minimum(logprobs + rng.normal(0, 0.7, len(logprobs)), 0).astype(np.float32)
+    scores = np.minimum(logprobs + rng.normal(-0.5, 0.7, len(logprobs)), 0).astype(np.float32)
     return RolloutGroup(rollouts=tuple(rollouts), extras={TEACHER_LOGPROBS: scores})
 
 
