@@ -88,7 +88,7 @@ def rloo(rewards: Rewards, starts: Starts) -> Advantages:
 
 
 def bare(rewards: Rewards, _: Starts) -> Advantages:
-    """`A_i = R_i`: plain REINFORCE, for rewards that are advantages already, and what a critic's `gae` starts from.
+    """`A_i = R_i`: plain REINFORCE, for rewards that are advantages already, and what advantages by token (`gae`, `reinforce_pp_tokens`) start from.
 
     Source: Williams, "Simple statistical gradient-following algorithms" (1992), without a baseline.
     """
@@ -102,8 +102,8 @@ def bare(rewards: Rewards, _: Starts) -> Advantages:
 def reinforce_pp(rewards: Rewards, _: Starts) -> Advantages:
     """`A_i = (R_i - mean) / (std + 1e-4)`, both over all rollouts of the step: REINFORCE++.
 
-    Source: Hu et al., "REINFORCE++" (arXiv 2501.03262), the global normalisation. The paper's reward also holds a KL penalty by token: here that is a term of
-    the loss (`loss.kl_coef`). Popular code takes mean and deviation over tokens, so that long rollouts count more.
+    Source: Hu et al., "REINFORCE++" (arXiv 2501.03262), the global normalisation of rewards without a penalty. The paper's form with one, and with mean and
+    deviation over tokens, so that long rollouts count more, is `reinforce_pp_tokens` (`consumer.token_returns`).
     """
     return whiten(rewards, moments(rewards)).astype(np.float32)
 
@@ -145,18 +145,24 @@ _BLOCK = 128
 
 
 def gae(
-    rewards: Rewards, values: NDArray[np.float64], starts: Starts, *, gamma: float = 1.0, lam: float = 1.0
+    rewards: Rewards,
+    values: NDArray[np.float64],
+    starts: Starts,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    penalties: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Generalised advantages of T tokens, and the returns that the critic is to learn: `A_t = d_t + gamma lam A_(t+1)`, `d_t = r_t + gamma V_(t+1) - V_t`,
-    return `A_t + V_t`. r is the rollout's reward at its last token and 0 before; V and A are 0 past the end.
+    return `A_t + V_t`. r is the rollout's reward at its last token and 0 before, less the token's penalty; V and A are 0 past the end.
 
     Blocks of tokens are taken at once from the end, as one product with powers of gamma lam; the result is the recursion's, but for rounding.
 
-    Shapes: rewards [M]; values [T] float64, what the critic says before each token, end to end; starts [M + 1]: rollout i is values[starts[i] : starts[i + 1]].
+    Shapes: rewards [M]; values [T] float64, what the critic says before each token, end to end; starts [M + 1]: rollout i is values[starts[i] : starts[i + 1]];
+    penalties [T], what is taken off the reward of each token (`consumer.kl_reward`), None: nothing.
     Results [T] and [T] float64. Tokens that the policy did not sample are left out by the caller: the next token is the next one sampled.
     Source: Schulman et al., "High-dimensional continuous control using generalized advantage estimation" (arXiv 1506.02438), equations 11 to 16. Popular code
-    starts from the reward with a KL penalty at each token; here that is a term of the loss. It whitens the result over the tokens of a micro-batch or a rank;
-    `whiten` with the `moments` of all ranks does so over the step.
+    whitens the result over the tokens of a micro-batch or a rank; `whiten` with the `moments` of all ranks does so over the step.
     """
     lengths = np.diff(starts)
     following = np.append(values[1:], 0.0)[: len(values)]
@@ -164,6 +170,8 @@ def gae(
     following[ends] = 0.0
     deltas = gamma * following - values
     deltas[ends] += rewards[lengths > 0]
+    if penalties is not None:
+        deltas -= penalties
     decay = gamma * lam
     apart = np.arange(_BLOCK)[:, None] - np.arange(_BLOCK)
     powers = np.where(apart >= 0, decay ** np.maximum(apart, 0), 0.0)
@@ -189,6 +197,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "reinforce_pp_tokens": bare,  # made token by token in `consumer.token_returns`
     "gae": bare,  # what a critic makes advantages of, token by token: `consumer.critic`
     "none": bare,
 }

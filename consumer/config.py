@@ -13,6 +13,8 @@ from pydantic import Field, model_validator
 from buffer.config import BufferConfig
 from consumer.advantages import ADVANTAGES
 from consumer.critic.config import CriticConfig, check_critic
+from consumer.kl_reward import check_kl_reward
+from consumer.lora_rank import check_rank
 from consumer.losses.config import LossConfig
 from consumer.megatron.config import MegatronConfig
 from consumer.trackers.config import TrackersConfig
@@ -130,6 +132,7 @@ class TrainerDaemonConfig(Tree):
         check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint, loss=self.loss)
         check_loss(self.loss, self.rollout)
         check_critic(self.critic, self.trainer, self.loss)
+        check_kl_reward(self.loss, self.trainer)
         check_layout(self.megatron, self.trainer)
         check_trains(self.lora, self.trainer, ranks=self.trainer.ranks)
         check_adapters(self.lora, self.weights, self.placement)
@@ -137,6 +140,7 @@ class TrainerDaemonConfig(Tree):
         check_turns(self.placement, self.buffer)
         check_ranks(self.placement, self.trainer.ranks)
         check_model_folder(self.model_folder)
+        check_rank(self.lora, self.model_folder)
         if self.critic.model_path:
             check_model_folder(Path(self.critic.model_path).absolute(), key="critic.model_path")
 

@@ -82,6 +82,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         _m("lr", "", "Learning rate of the step, after warm-up and loss.lr_by_ess."),
         _m("entropy", "nats", "Of the policy, mean over the tokens in the loss."),
         _m("reference_kl", "nats", "k3 of the policy against the reference model, mean over tokens; only where there is one."),
+        _m("reward_kl", "nats", "k1 of the same, mean over tokens, with loss.kl_reward_coef: what the penalty weighs. May be negative."),
+        _m("reward_penalty", "", "What loss.kl_reward_coef takes off a rollout's reward, mean over the rollouts with a token in the loss."),
     ),
     "The critic, with trainer.advantage gae": (
         _m("value_loss", "", "Half the squared difference of value and return, mean over the tokens in the loss, before the step."),

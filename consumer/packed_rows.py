@@ -18,7 +18,7 @@ from protocol.errors import ConfigError
 _LOG = logging.getLogger(__name__)
 _LENGTHS = (7, 1, 12, 4)
 _TOLERANCE = 1e-3
-"""Nats, in float32. Another order of sums makes up less than 1e-4; a rollout that sees another one, a tenth and more."""
+"""Nats, or units of a value, in float32. Another order of sums makes up less than 1e-4; a rollout that sees another one, a tenth and more."""
 _KERNEL_TOLERANCE = 0.02
 """Relative; bfloat16 rounds by 0.004."""
 
@@ -55,7 +55,8 @@ def packed_inputs(part: PackedBatch, device: torch.device) -> dict[str, Any]:
 def quadratic_cost(model: Any) -> float:
     """`consumer.packing.attention_cost` of this model."""
     settings = model.config.get_text_config()
-    embedding = 0 if settings.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    tied = settings.tie_word_embeddings and model.get_output_embeddings() is not None
+    embedding = 0 if tied else model.get_input_embeddings().weight.numel()
     parameters = sum(parameter.numel() for parameter in model.parameters()) - embedding
     heads, size, _ = _heads(settings)
     return attention_cost(parameters=parameters, layers=settings.num_hidden_layers, width=heads * size)
@@ -74,7 +75,7 @@ def _why_not(model: Any, config: TrainerConfig, device: torch.device) -> str:
         if model.config._attn_implementation != ATTENTION:  # noqa: SLF001
             return "its attention cannot be replaced"
         if not difference < _TOLERANCE:
-            return f"its logprobs differ by {difference:.3g} nats"
+            return f"its predictions differ by {difference:.3g}"
         if device.type == "cuda" and config.dtype == "bfloat16":
             heads, size, kv_heads = _heads(settings)
             off = kernel_difference(device, heads=heads, kv_heads=kv_heads, size=size)
@@ -87,11 +88,12 @@ def _why_not(model: Any, config: TrainerConfig, device: torch.device) -> str:
 
 @torch.no_grad()
 def _difference(model: Any) -> float:
-    """The greatest, of all logprobs, between rollouts in rows of their own and packed into one. Afterwards the model takes packed rows."""
+    """The greatest, of all logprobs or values, between rollouts in rows of their own and packed into one. Afterwards the model takes packed rows."""
     settings, place = model.config.get_text_config(), next(model.parameters()).device
     rng = np.random.default_rng(0)
     rollouts = [rng.integers(0, settings.vocab_size, length) for length in _LENGTHS]
-    alone = [model(input_ids=torch.from_numpy(one)[None].to(place), use_cache=False).logits[0] for one in rollouts]
+    ids = [torch.from_numpy(one)[None].to(place) for one in rollouts]
+    alone = [model(input_ids=one, logits_to_keep=torch.arange(one.shape[1], device=place), use_cache=False).logits[0] for one in ids]
     register()
     model.set_attn_implementation(ATTENTION)
     nothing, none = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
@@ -109,7 +111,12 @@ def _difference(model: Any) -> float:
         age=nothing,
     )
     together: Tensor = model(**packed_inputs(row, place)).logits[0]
-    return float((torch.cat(alone).float().log_softmax(-1) - together.float().log_softmax(-1)).abs().max())
+    return float((_told(torch.cat(alone)) - _told(together)).abs().max())
+
+
+def _told(logits: Tensor) -> Tensor:
+    """Logprobs; of a model of values, whose logits are one number a token, these."""
+    return logits.float() if logits.shape[-1] == 1 else logits.float().log_softmax(-1)
 
 
 def _heads(settings: Any) -> tuple[int, int, int]:

@@ -27,7 +27,7 @@ from consumer.config import TrainerConfig
 from consumer.diagnostics import Measured, Totals, measure, nothing
 from consumer.gather import whole
 from consumer.losses import LossConfig, make_loss
-from consumer.losses.terms import Terms
+from consumer.losses.terms import Terms, log_ratio
 from consumer.model_shaping import float32_head, free_bytes, recompute_activations
 from consumer.packed_rows import packed_inputs, quadratic_cost, use_packed_rows
 from consumer.packing import PackedBatch, packed_batches
@@ -36,6 +36,7 @@ from consumer.shards import shape_of
 from consumer.snapshot_buffers import SnapshotBuffers
 from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
+from consumer.token_advantages import numbered, token_count
 from consumer.token_logprobs import token_logprobs
 from protocol.errors import ConfigError, RollstreamError
 from weightsync.safetensors_file import open_tensors
@@ -95,7 +96,7 @@ class TorchBackend:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._reference: Any = self._load_reference(model_path) if loss.needs_reference else None
+        self._reference: Any = self._load_reference(model_path) if loss.loads_reference else None
         self._measured: Measured | None = None
         """Of the step so far."""
         self._share_prompts = not self._packed and self._sharing_is_exact()
@@ -127,7 +128,7 @@ class TorchBackend:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the step is over here, not where the weights are first needed
         self.abandon_step()
-        return totals.report(divisor, grad_norm=norm, lr=rate, reference=self._reference is not None)
+        return totals.report(divisor, grad_norm=norm, lr=rate, reference=self._loss_config.needs_reference)
 
     def abandon_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -144,7 +145,7 @@ class TorchBackend:
     def _terms(self, part: MicroBatch | PackedBatch, target: Tensor, entropy: Tensor) -> Terms:
         """What the loss sees of these, [N] each. One optimizer step a batch: the policy at the start of the step is the one being optimised."""
         reference = None
-        if self._reference is not None:
+        if self._loss_config.needs_reference:
             with torch.no_grad():
                 reference, _ = self._predicted(self._reference, part)
         return Terms(
@@ -182,6 +183,19 @@ class TorchBackend:
     def _totals(self) -> Totals:
         measured = nothing(self._device) if self._measured is None else self._measured
         return Totals(Measured(self._total(measured.sums), self._greatest(measured.greatest)))
+
+    @torch.no_grad()
+    def against_reference(self, batch: ChunkBatch) -> NDArray[np.float64]:
+        """[N] `log(pi / ref)` of the chunk's tokens in the loss, held within ±20, for a loss that loads a reference model; pi is the policy as it is."""
+        found = np.zeros(token_count(batch))
+        for part in self._micro_batches(numbered(batch)):
+            (policy, _), (reference, _) = (self._predicted(model, part) for model in (self._model, self._reference))
+            found[part.age] = log_ratio(policy.double(), reference.double()).cpu().numpy()
+        return found
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sums of all ranks, added."""
+        return self._total(sums)
 
     # -- what several ranks do otherwise -------------------------------------------------------------------------------------------------------
 
@@ -230,10 +244,11 @@ class TorchBackend:
     def _load_reference(self, path: Path) -> Any:
         """The starting weights once more, whatever the policy is restored to. Raises: `ConfigError` where there will be no room for it all."""
         size, free = sum(map(_here, self._kept.values())), free_bytes(self._device)
+        key = "kl_coef" if self._loss_config.needs_reference else "kl_reward_coef"
         if size + _TRAINING * size > free:
             raise ConfigError(
-                f"loss.kl_coef {self._loss_config.kl_coef:g}: the reference model takes {_gib(size)} of memory on {self._device}, gradients and optimizer "
-                f"{_gib(_TRAINING * size)} more, and {_gib(free)} are free; set loss.kl_coef = 0, take a larger device, or more of them"
+                f"loss.{key} {getattr(self._loss_config, key):g}: the reference model takes {_gib(size)} of memory on {self._device}, gradients and optimizer "
+                f"{_gib(_TRAINING * size)} more, and {_gib(free)} are free; set loss.{key} = 0, take a larger device, or more of them"
             )
         return self._load(path).requires_grad_(False)
 

@@ -56,11 +56,13 @@ _ENVIRONMENT = "ROLLSTREAM__"
 
 
 class Section(BaseModel):
-    """One table of the file. Frozen; unknown keys and wrong types are errors. Each field has a unit in its name, a default, and one line of help."""
+    """One table of the file. Frozen; unknown keys, wrong types and numbers that are not finite are errors. Each field has a unit in its name, a default, and
+    one line of help.
+    """
 
     moved: ClassVar[Mapping[str, str]] = {}
     """Keys that were here once, and what they are called now, with their section."""
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class Tree(BaseModel):

@@ -18,9 +18,11 @@ from consumer.advantages import moments, whiten
 from consumer.backend import StepReport, TrainingState
 from consumer.batch import ChunkBatch
 from consumer.critic.config import CriticConfig
-from consumer.critic.critic import Critic, flat_advantages, with_advantages
+from consumer.critic.critic import Critic
 from consumer.critic.value_backend import ValueBackend
+from consumer.kl_penalty import KlPenalty
 from consumer.losses import LossConfig
+from consumer.token_advantages import flat_advantages, with_advantages
 from consumer.torch_backend import TorchBackend
 from protocol.errors import ConfigError
 from weightsync.snapshot import HeldWeights
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 class ActorCritic:
     """See `consumer.backend.Backend`, `SharesDevice` and `KnowsDigest`. What is published and what the weights are known by is the policy's alone."""
 
-    def __init__(self, policy: TorchBackend, critic: Critic, config: CriticConfig) -> None:
-        self._policy, self._critic, self._config = policy, critic, config
+    def __init__(self, policy: TorchBackend, critic: Critic, config: CriticConfig, penalty: KlPenalty) -> None:
+        self._policy, self._critic, self._config, self._penalty = policy, critic, config, penalty
         policy.idle_steps = config.warmup_steps
         self._held: list[ChunkBatch] = []
         """Of the step, where its advantages are compared with each other."""
@@ -41,7 +43,7 @@ class ActorCritic:
         """See `consumer.backend.ReadsItsPart`."""
 
     def accumulate(self, batch: ChunkBatch) -> None:
-        judged = self._critic.accumulate(batch)
+        judged = self._critic.accumulate(batch, self._penalty.of(batch))
         if self._critic.alone:
             return
         if self._config.whiten:
@@ -53,13 +55,14 @@ class ActorCritic:
         alone = self._critic.alone
         for batch in self._whitened():
             self._policy.accumulate(batch)
-        figures = self._critic.finish_step(step)
+        figures = self._critic.finish_step(step) | self._penalty.finish_step()
         report = self._policy.finish_step(step, 0.0 if alone else divisor)
         self._held.clear()
         return dataclasses.replace(report, diagnostics={**report.diagnostics, **figures})
 
     def abandon_step(self) -> None:
         self._held.clear()
+        self._penalty.abandon_step()
         self._critic.abandon_step()
         self._policy.abandon_step()
 
@@ -84,6 +87,7 @@ class ActorCritic:
 
     def restore(self, state: TrainingState) -> None:
         self._held.clear()
+        self._penalty.abandon_step()
         self._critic.restore(state)
         self._policy.restore(dataclasses.replace(state, others={}))
 
@@ -98,9 +102,18 @@ class ActorCritic:
         self._critic.backend.onload()
 
 
-def with_critic(policy: object, model_path: Path, config: CriticConfig, trainer: TrainerConfig, *, seed: int, sharded: bool, shared: bool) -> ActorCritic:
-    """`policy` beside a critic of its own. `trainer`: with the device of this rank; `sharded`, `shared`: as the
-    policy.
+def with_critic(
+    policy: object,
+    model_path: Path,
+    config: CriticConfig,
+    trainer: TrainerConfig,
+    *,
+    seed: int,
+    sharded: bool,
+    shared: bool,
+    kl_reward_coef: float = 0.0,
+) -> ActorCritic:
+    """`policy` beside a critic of its own. `trainer`: with the device of this rank; `sharded`, `shared`: as the policy; `kl_reward_coef`: as the policy's loss.
 
     Raises: `ConfigError` for a backend that cannot have one, a folder without a transformer, and a device that is not there.
     """
@@ -130,4 +143,4 @@ def with_critic(policy: object, model_path: Path, config: CriticConfig, trainer:
         kind = ShardedValueBackend
     folder = Path(config.model_path).absolute() if config.model_path else model_path
     values = kind(folder, trainer.model_copy(update=changed), loss=LossConfig(), temperature=1.0, seed=seed, shared=shared and not config.device)
-    return ActorCritic(policy, Critic(values, config), config)
+    return ActorCritic(policy, Critic(values, config), config, KlPenalty(policy, kl_reward_coef))

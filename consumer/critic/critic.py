@@ -11,8 +11,6 @@ chunks, micro-batches and ranks changes either by rounding only.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +23,8 @@ from consumer.batch import ChunkBatch, MicroBatch
 from consumer.critic.config import CriticConfig
 from consumer.critic.value_backend import ValueBackend
 from consumer.critic.value_loss import Sums, measure, nothing, value_loss
+from consumer.packing import PackedBatch
+from consumer.token_advantages import numbered, with_advantages
 
 _GROUPS = {"weights": "critic", "optimizer": "critic_optimizer"}
 """Of its tensors in a checkpoint, beside the policy's."""
@@ -33,7 +33,7 @@ _GROUPS = {"weights": "critic", "optimizer": "critic_optimizer"}
 class _Lesson(NamedTuple):
     """A micro-batch, and what it teaches."""
 
-    part: MicroBatch
+    part: MicroBatch | PackedBatch
     before: Tensor
     """[N], values before the step."""
     returns: Tensor
@@ -57,13 +57,16 @@ class Critic:
             self._alone = self.backend.taken < self._config.warmup_steps * self._config.epochs
         return self._alone
 
-    def accumulate(self, batch: ChunkBatch) -> ChunkBatch:
-        """Add the gradient of the chunk; `batch` with the advantages of its tokens, where it had the reward of their rollout."""
-        found = np.zeros(sum(len(group.targets) for group in batch.groups))
-        for part in self.backend.cut(_numbered(batch)):
+    def accumulate(self, batch: ChunkBatch, penalties: NDArray[np.float64]) -> ChunkBatch:
+        """Add the gradient of the chunk; `batch` with the advantages of its tokens, where it had the reward of their rollout.
+
+        Shapes: penalties [N], what is taken off the reward of each of its tokens in the loss.
+        """
+        found = np.zeros(len(penalties))
+        for part in self.backend.cut(numbered(batch)):
             values = self.backend.values(part)
             before = values.detach()
-            found[part.age], returns = self._judged(part, before.double().cpu().numpy())
+            found[part.age], returns = self._judged(part, before.double().cpu().numpy(), penalties[part.age])
             lesson = _Lesson(part, before, self.backend.tensor(returns.astype(np.float32)))
             self._sums = self._sums.to(self.backend.device) + self._learn(values, lesson)
             if self._config.epochs > 1:
@@ -110,14 +113,16 @@ class Critic:
 
     # -- parts -------------------------------------------------------------------------------------------------------------------------------
 
-    def _judged(self, part: MicroBatch, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _judged(
+        self, part: MicroBatch | PackedBatch, values: NDArray[np.float64], penalties: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Advantages for the policy and returns for the critic, [N] and [N] of the micro-batch's tokens."""
         rollouts = int(part.rollout[-1]) + 1 if len(part.rollout) else 0
         starts = np.searchsorted(part.rollout, np.arange(rollouts + 1))
         rewards = part.advantage[starts[:-1]].astype(np.float64)
-        advantages, returns = gae(rewards, values, starts, gamma=self._config.gamma, lam=self._config.lam)
+        advantages, returns = gae(rewards, values, starts, gamma=self._config.gamma, lam=self._config.lam, penalties=penalties)
         if self._config.lam_policy:
-            advantages, _ = gae(rewards, values, starts, gamma=self._config.gamma, lam=self._config.lam_policy)
+            advantages, _ = gae(rewards, values, starts, gamma=self._config.gamma, lam=self._config.lam_policy, penalties=penalties)
         return advantages, returns
 
     def _learn(self, values: Tensor, lesson: _Lesson) -> Tensor:
@@ -125,29 +130,6 @@ class Critic:
         told = value_loss(values, lesson.before, lesson.returns, clip=self._config.value_clip)
         told.loss.sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
         return measure(values, lesson.returns, told)
-
-
-def with_advantages(batch: ChunkBatch, values: NDArray[np.float64]) -> ChunkBatch:
-    """`batch` with these [N], one for each of its tokens in the loss."""
-    cuts = itertools.pairwise(itertools.accumulate((len(group.targets) for group in batch.groups), initial=0))
-    flat = values.astype(np.float32)
-    groups = (dataclasses.replace(group, judged=flat[start:end]) for group, (start, end) in zip(batch.groups, cuts, strict=True))
-    return dataclasses.replace(batch, groups=tuple(groups))
-
-
-def flat_advantages(batches: Iterable[ChunkBatch]) -> NDArray[np.float64]:
-    """[N] of all their tokens in the loss."""
-    return np.concatenate([np.zeros(0), *(group.advantage for batch in batches for group in batch.groups)])
-
-
-def _numbered(batch: ChunkBatch) -> ChunkBatch:
-    """Each token in the loss by its place in the chunk. Micro-batches sort rows, and carry one whole number a token, its age: a critic needs no age."""
-    groups, begin = [], 0
-    for group in batch.groups:
-        places = np.arange(begin, begin + len(group.targets), dtype=np.int64)
-        groups.append(dataclasses.replace(group, stretches=np.stack((np.ones_like(places), places))))
-        begin += len(places)
-    return dataclasses.replace(batch, groups=tuple(groups))
 
 
 def _told(report: StepReport, *, clipped: float, alone: bool) -> dict[str, float]:

@@ -19,7 +19,10 @@ class Valued(NamedTuple):
 
 
 class ValueModel(torch.nn.Module):
-    """Called as a causal LM is, of a vocabulary of one word: `logits` [R, C, 1] float32 are the values after each of the tokens that were asked for."""
+    """Called as a causal LM is, of a vocabulary of one word: `logits` [R, C, 1] float32 are the values after each of the tokens that were asked for.
+
+    It has as much of a transformers model about it as packed rows and FSDP2 ask of one.
+    """
 
     def __init__(self, trunk: Any) -> None:
         super().__init__()
@@ -30,6 +33,15 @@ class ValueModel(torch.nn.Module):
     @property
     def config(self) -> Any:
         return self.trunk.config
+
+    def set_attn_implementation(self, name: str) -> None:
+        self.trunk.set_attn_implementation(name)
+
+    def get_input_embeddings(self) -> Any:
+        return self.trunk.get_input_embeddings()
+
+    def get_output_embeddings(self) -> None:
+        """Its head is no embedding."""
 
     def forward(self, *, logits_to_keep: Tensor, **given: Any) -> Valued:
         """`logits_to_keep` [C]: columns; all else goes to the transformer."""

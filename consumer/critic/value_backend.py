@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from consumer.config import TrainerConfig
 from consumer.critic.model import load_value_model
 from consumer.losses import LossConfig
 from consumer.model_shaping import recompute_activations
+from consumer.packed_rows import use_packed_rows
+from consumer.packing import PackedBatch
 from consumer.torch_backend import TorchBackend
 
 
@@ -30,21 +32,17 @@ class ValueBackend(TorchBackend):
     def __init__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False) -> None:
         """`config` is [trainer] with what [critic] says instead. `loss` and `temperature` are not read."""
         super().__init__(model_path, config, loss=loss, temperature=temperature, seed=seed, shared=shared)
-        with torch.no_grad():  # only now: whether siblings may share a row was tried with a head that sees something
+        with torch.no_grad():  # only now: which rows it may take was tried with a head that sees something
             for parameter in self._model.head.parameters():
                 parameter.zero_()
 
-    def cut(self, batch: ChunkBatch) -> Iterable[MicroBatch]:
+    def cut(self, batch: ChunkBatch) -> Iterable[MicroBatch | PackedBatch]:
         """The chunk in micro-batches; of several ranks, as many on each."""
-        return cast("Iterable[MicroBatch]", self._micro_batches(batch))  # never packed: `_load` asks for no such rows
+        return self._micro_batches(batch)
 
-    def values(self, part: MicroBatch) -> Tensor:
+    def values(self, part: MicroBatch | PackedBatch) -> Tensor:
         """[N] float32, with gradient: what the critic says before each token of the loss, of the tokens so far."""
         return self._logits(self._model, part)[:, 0]
-
-    def total(self, sums: Tensor) -> Tensor:
-        """The sums of all ranks, added."""
-        return self._total(sums)
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """On its device."""
@@ -64,6 +62,7 @@ class ValueBackend(TorchBackend):
 
     def _load(self, path: Path) -> Any:
         model = load_value_model(path, self._device)
+        self._packed = use_packed_rows(model, self._config, self._target)
         if self._config.activation_checkpointing:
             recompute_activations(model)
         return model

@@ -60,6 +60,11 @@ class LossConfig(Section):
     m2_threshold: float = Field(0.04, gt=0, description="m2po: upper bound of the mean squared log-ratio of a rollout's tokens that stay in the loss.")
     kl_coef: float = Field(0.0, ge=0, description="Weight of the divergence from the reference model, which is loaded only if above 0.")
     kl_kind: KlKind = Field("low_variance", description="Its estimate at a sampled token. unbiased has the right gradient also off policy.")
+    kl_reward_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the divergence from the reference model in the reward of each token instead, for trainer.advantage gae and reinforce_pp_tokens.",
+    )
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     normaliser: Normaliser = Field(
         "token_mean",
@@ -86,9 +91,19 @@ class LossConfig(Section):
                 "is_level geometric needs mask_low and mask_high of its own: a mean over a rollout stays near 1, so the bounds of single tokens mask "
                 "nothing; set both, for example 0.999 and 1.002"
             )
+        if self.kl_coef and self.kl_reward_coef:
+            raise ValueError(
+                f"kl_coef {self.kl_coef:g} and kl_reward_coef {self.kl_reward_coef:g}: the divergence from the reference model would count twice; set one of "
+                "them to 0"
+            )
         if self.lr_by_ess and self.kind == "sft":
             raise ValueError("lr_by_ess goes by importance weights, and kind sft has none: set lr_by_ess = false, or another kind")
         return self
+
+    @property
+    def loads_reference(self) -> bool:
+        """There must be a reference model."""
+        return self.needs_reference or self.kl_reward_coef > 0
 
     @property
     def needs_reference(self) -> bool:

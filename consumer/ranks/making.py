@@ -8,6 +8,7 @@ from buffer.shares import Share
 from consumer.backend import Backend, BackendFactory, find_backend
 from consumer.config import TrainerDaemonConfig, check_loss, check_trains
 from consumer.critic.config import GAE, check_critic
+from consumer.kl_reward import TOKEN_RETURNS, check_kl_reward
 from consumer.ranks.place import Place
 
 
@@ -15,6 +16,7 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
     """In the thread that will train; of several ranks, once their process group is there. Takes seconds. Raises: `ConfigError`."""
     trainer, options = config.trainer, dict[str, Any]()
     check_critic(config.critic, trainer, config.loss)
+    check_kl_reward(config.loss, trainer)
     check_loss(config.loss, config.rollout)
     if config.placement.layout == "colocated":
         options["shared"] = True
@@ -38,12 +40,17 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
         if place is None:
             join_alone(trainer.device)
     backend = factory(config.model_folder, trainer, loss=config.loss, temperature=config.rollout.temperature, seed=config.run.seed, **options)
+    if trainer.advantage == TOKEN_RETURNS:
+        from consumer.token_returns import with_token_returns
+
+        return with_token_returns(backend, config.loss.kl_reward_coef)
     if trainer.advantage != GAE:
         return backend
     from consumer.critic.actor_critic import with_critic
 
     shared, sharded = config.placement.layout == "colocated", place is not None or trainer.cpu_offload
-    return with_critic(backend, config.model_folder, config.critic, trainer, seed=config.run.seed, sharded=sharded, shared=shared)
+    penalty = config.loss.kl_reward_coef
+    return with_critic(backend, config.model_folder, config.critic, trainer, seed=config.run.seed, sharded=sharded, shared=shared, kl_reward_coef=penalty)
 
 
 def share_of(backend: Backend, place: Place) -> Share:

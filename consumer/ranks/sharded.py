@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -104,6 +106,12 @@ class ShardedBackend(TorchBackend):
     def _sharing_is_exact(self) -> bool:
         try:
             return super()._sharing_is_exact()
+        finally:
+            self._reshard()
+
+    def against_reference(self, batch: ChunkBatch) -> NDArray[np.float64]:
+        try:
+            return super().against_reference(batch)
         finally:
             self._reshard()
 

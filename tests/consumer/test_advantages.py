@@ -98,6 +98,7 @@ REFERENCES: dict[str, Callable[[Groups], list[float]]] = {
     "rloo": of_rloo,
     "reinforce_pp": of_reinforce_pp,
     "reinforce_pp_baseline": of_baseline,
+    "reinforce_pp_tokens": of_none,  # by token elsewhere
     "gae": of_none,
     "none": of_none,
 }

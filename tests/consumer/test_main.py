@@ -55,6 +55,11 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "critic on an unknown device": ({"critic__device": "gpu"}, ("critic.device",)),
     "no model of the critic": ({"trainer__advantage": "gae", "critic__model_path": "/no/such/model"}, ("critic.model_path /no/such/model",)),
+    "penalty of a token for a whole rollout": (
+        {"loss__kl_reward_coef": 0.1},
+        ("loss.kl_reward_coef 0.1", "trainer.advantage group_std", "gae or reinforce_pp_tokens"),
+    ),
+    "rank above the model's width": ({"lora__rank": 100_000}, ("lora.rank 100000", "hidden size is 32")),
     "unknown tracker": ({"trackers__names": ["mlflow"]}, ("trackers.names", "'mlflow'", "'tensorboard' or 'wandb'")),
     "beta of 1": ({"trainer__betas": [0.9, 1.0]}, ("betas", "below 1")),
     "greedy": ({"rollout__temperature": 0.0}, ("rollout.temperature 0",)),

@@ -128,7 +128,7 @@ def test_padding_is_found_out_where_a_model_gives_other_logprobs(folder: Callabl
         return attend(query, key, value, Sequences(ends=sequences.ends, lengths=(sum(sequences.lengths),)), scale=scale)
 
     monkeypatch.setattr("consumer.packed_attention.attend", over_all)
-    with pytest.raises(ConfigError, match=r"its logprobs differ by \d"):
+    with pytest.raises(ConfigError, match=r"its predictions differ by \d"):
         backend_of(folder("qwen3"), "on")
 
 

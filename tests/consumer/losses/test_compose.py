@@ -175,7 +175,7 @@ def test_an_option_changes_the_losses_that_its_description_names_and_no_other(te
 
 
 def test_every_option_of_a_policy_loss_is_in_that_table():
-    shared = {"kind", "kl_coef", "kl_kind", "entropy_coef", "normaliser", "lr_by_ess"}
+    shared = {"kind", "kl_coef", "kl_kind", "kl_reward_coef", "entropy_coef", "normaliser", "lr_by_ess"}
     assert {name for option, _ in READ_BY for name in option} == set(LossConfig.model_fields) - shared
 
 

@@ -40,6 +40,7 @@ def test_options_of_another_kind_are_no_error_so_kind_alone_can_be_set():
     [
         ({}, (False, False, False)),
         ({"kl_coef": 1e-3}, (True, False, False)),
+        ({"kl_reward_coef": 1e-3}, (False, False, False)),
         ({"entropy_coef": 1e-3}, (False, True, False)),
         ({"kind": "distillation"}, (False, False, True)),
     ],
@@ -47,6 +48,7 @@ def test_options_of_another_kind_are_no_error_so_kind_alone_can_be_set():
 def test_it_says_what_else_a_loss_needs(given: dict[str, Any], needs: tuple[bool, bool, bool]):
     config = LossConfig(**given)
     assert (config.needs_reference, config.needs_entropy, config.needs_teacher) == needs
+    assert config.loads_reference == bool({"kl_coef", "kl_reward_coef"} & given.keys())
 
 
 def test_the_default_is_ppo_with_the_higher_upper_clip_alone():

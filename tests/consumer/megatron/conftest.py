@@ -29,13 +29,18 @@ DEADLINE_S = 500
 """Of all jobs, on a machine that has much else to do."""
 LOOKED_AT = ("tp1", "tp2", "tp2-sp", "pp2")
 TRAINED = [("qwen3-tied", layout) for layout in _LAYOUTS] + [(model, layout) for model in ("llama", "qwen2-tied") for layout in ("tp2", "pp2")]
-AGREED = [(model, "all") for model in RECORDED] + [("qwen3-tied", "ppo_clip")]
+AGREED = [(model, "all") for model in RECORDED] + [("qwen3-tied", "ppo_clip"), ("qwen3-tied", "distillation")]
+TAUGHT = ("tp2-sp", "pp2", "dp2-distributed")
 
 
 def jobs() -> list[Job]:
     found = [Job(name=f"look-{model}-tp1", model=model, ranks=1) for model in MODELS]
     found += [Job(name=f"{what}-{model}-{loss}", model=model, ranks=1, what=what, loss=loss) for model, loss in AGREED for what in ("torch", "train")]
     found += [Job(name=f"train-{model}-all-{name}", model=model, ranks=2, what="train", layout=_LAYOUTS[name], loss="all") for model, name in TRAINED]
+    found += [
+        Job(name=f"train-qwen3-tied-distillation-{name}", model="qwen3-tied", ranks=2, what="train", layout=_LAYOUTS[name], loss="distillation")
+        for name in TAUGHT
+    ]
     found += [Job(name=f"look-{model}-{layout}", model=model, ranks=2, layout=_LAYOUTS[layout]) for model in MODELS for layout in LOOKED_AT[1:]]
     return [
         *found,

@@ -16,6 +16,7 @@ from buffer.contract import StepRecord
 from consumer.advantages import group_std
 from consumer.batch import ChunkBatch, collate
 from consumer.losses.config import LossConfig
+from protocol.groups import TEACHER_LOGPROBS
 from protocol.messages import RolloutGroup
 from protocol.versions import Fork, Lineage
 from tests.consumer.conftest import Sampler
@@ -54,6 +55,7 @@ RECORDED = ("llama", "qwen2-tied", "qwen3-tied")
 LOSSES = {
     "ppo_clip": LossConfig(),
     "all": LossConfig(kind="trust_region", kl_coef=0.05, entropy_coef=0.01, normaliser="rollout_mean", lr_by_ess=True),
+    "distillation": LossConfig(kind="distillation", normaliser="rollout_mean", ratio_cap=1.1),
 }
 
 
@@ -84,7 +86,7 @@ def save_models(folder: Path) -> None:
 
 
 def save_recording(folder: Path, model: str) -> None:
-    """Groups that the model itself sampled, and an engine that computes a little differently."""
+    """Groups that the model itself sampled, an engine that computes a little differently, and a teacher that differs more."""
     sampler, rng = Sampler(folder / model), np.random.default_rng(7)
     groups = [sampler.headed(seq, max_new=5 + seq % 4) for seq in range(STEPS * CHUNKS * GROUPS)]
     noisy = [(header, _with_noise(group, rng)) for header, group in groups]
@@ -96,7 +98,9 @@ def _with_noise(group: RolloutGroup, rng: np.random.Generator) -> RolloutGroup:
     for one in group.rollouts:
         noise = rng.normal(0, 0.1, len(one.logprobs)).astype(np.float32)
         rollouts.append(dataclasses.replace(one, logprobs=np.where(one.mask > 0, np.minimum(one.logprobs + noise, 0), one.logprobs).astype(np.float32)))
-    return RolloutGroup(rollouts=tuple(rollouts))
+    logprobs = np.concatenate([one.logprobs for one in group.rollouts])
+    scores = np.minimum(logprobs + rng.normal(-0.5, 0.7, len(logprobs)), 0).astype(np.float32)
+    return RolloutGroup(rollouts=tuple(rollouts), extras={TEACHER_LOGPROBS: scores})
 
 
 def recorded_steps(folder: Path, model: str, loss: LossConfig, share: tuple[int, int]) -> list[tuple[list[ChunkBatch], float]]:

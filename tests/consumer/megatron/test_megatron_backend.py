@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from tests.consumer.megatron.conftest import AGREED, DEADLINE_S, LOOKED_AT, TRAINED
+from tests.consumer.megatron.conftest import AGREED, DEADLINE_S, LOOKED_AT, TAUGHT, TRAINED
 from tests.consumer.megatron.recorded import MODELS, STEPS, rows, sampled_logits
 from weightsync.safetensors_file import open_tensors
 
@@ -78,6 +78,13 @@ def test_one_rank_trains_as_the_torch_backend_does(found: Found, model: str, los
 @pytest.mark.parametrize(("model", "layout"), TRAINED)
 def test_two_ranks_train_as_one_does(found: Found, model: str, layout: str):
     _agree(found(f"train-{model}-all-{layout}"), found(f"train-{model}-all"))
+
+
+@pytest.mark.parametrize("layout", TAUGHT)
+def test_two_ranks_learn_from_a_teacher_as_one_does(found: Found, layout: str):
+    one = found("torch-qwen3-tied-distillation")
+    assert all(report["loss"] > 0.1 and report["clip_fraction"] > 0.05 for report in one["reports"]), "scores and cap show"
+    _agree(found(f"train-qwen3-tied-distillation-{layout}"), one)
 
 
 def test_each_layout_is_in_force(found: Found):

@@ -60,6 +60,8 @@ def chunks_of(groups: list[Any], step: int) -> list[ChunkRecord]:
     ]
 
 
+PENALISED = {"kl_reward_coef": 0.2}
+BY_TOKEN = {"packing": "on", "micro_batch_tokens": 40}
 CRITIC = {"lr": 1e-2, "lr_warmup_steps": 2, "warmup_steps": 1, "epochs": 2, "value_clip": 0.2, "lam": 0.9, "whiten": True}
 
 
@@ -69,6 +71,20 @@ def with_critic(policy: TorchBackend, folder: Path, *, sharded: bool) -> Any:
 
     trainer = TrainerConfig(**(SETTINGS | {"advantage": "gae"}))
     return actor_critic.with_critic(policy, folder, CriticConfig(**CRITIC), trainer, seed=3, sharded=sharded, shared=False)
+
+
+def penalised(policy: Callable[..., TorchBackend], folder: Path, advantage: str, *, sharded: bool) -> Any:
+    """On packed rows, a critic too."""
+    from consumer.critic import actor_critic
+    from consumer.critic.config import CriticConfig
+    from consumer.token_returns import with_token_returns
+
+    trainer, coef = TrainerConfig(**(SETTINGS | BY_TOKEN | {"advantage": advantage})), PENALISED["kl_reward_coef"]
+    backend = policy(folder, trainer, loss=LossConfig(**PENALISED), temperature=1.0, seed=3)
+    if advantage != "gae":
+        return with_token_returns(backend, coef)
+    critic = CriticConfig(lr=1e-2, lr_warmup_steps=2, lam=0.9)
+    return actor_critic.with_critic(backend, folder, critic, trainer, seed=3, sharded=sharded, shared=False, kl_reward_coef=coef)
 
 
 def train(backend: TorchBackend, groups: list[Any], share: Share, normaliser: Any, steps: range, *, advantage: str = "group_std") -> Trained:
@@ -145,6 +161,10 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
         found |= with_critics(
             lambda: ShardedBackend(folders[True], TrainerConfig(**SETTINGS), loss=LossConfig(), temperature=1.0, seed=3), folder, folders[True], groups, rank
         )
+        for advantage in ("gae", "reinforce_pp_tokens"):
+            judging = penalised(ShardedBackend, folders[True], advantage, sharded=True)
+            own = train(judging, groups, Share(rank, RANKS), "token_mean", range(1, 3), advantage=advantage)
+            found[advantage] = plain(own._replace(state=through_files(own.state, folder / advantage)))
         return found
     finally:
         dist.destroy_process_group()
@@ -333,6 +353,16 @@ def test_two_ranks_train_a_critic_as_one_does_and_resume_to_the_bit(pair: tuple[
     assert pair[0]["critic"][1][0] != pair[0]["critic"][1][1], "the policy moves, after a step in which the critic warms up"
     assert pair[0]["critic"][0] == pair[1]["critic"][0]
     assert pair[0]["critic restored"] == pair[0]["critic straight on"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("advantage", ["gae", "reinforce_pp_tokens"])
+def test_two_ranks_penalise_the_reward_as_one_does(pair: tuple[Any, Any], model_path: Path, groups: list[Any], advantage: str):
+    backend = penalised(TorchBackend, model_path, advantage, sharded=False)
+    expected = train(backend, groups, Share(0, 1), "token_mean", range(1, 3), advantage=advantage)
+    assert expected.reports[-1].diagnostics["reference_kl"] > 1e-3
+    assert_near(pair[0][advantage], plain(expected), weights=2e-5, figures=1e-5)
+    assert pair[0][advantage][0] == pair[1][advantage][0]
 
 
 @pytest.mark.timeout(300)
