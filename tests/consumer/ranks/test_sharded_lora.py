@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer.shares import Share
@@ -25,8 +26,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # [lora], [trainer], [loss]; of a rank of 3 the ranks have two rows and one, of a rank of 1 one has none
     "merged": ({"rank": 3}, {"activation_checkpointing": True}, {"kl_coef": 0.1}),
     "adapter": ({"rank": 4, "publish": "adapter", "use_rslora": True}, {"packing": "on", "micro_batch_tokens": 40}, {"kl_coef": 0.1}),
-    "offloaded": ({"rank": 1, "base_dtype": "bfloat16", "target_modules": ["q_proj", "down_proj"]}, {"cpu_offload": True, "grad_clip": 1e-2}, {}),
+    "offloaded": ({"rank": 1, "target_modules": ["q_proj", "down_proj"]}, {"cpu_offload": True, "grad_clip": 1e-2}, {}),
+    "half": ({"rank": 4, "base_dtype": "bfloat16"}, {"dtype": "bfloat16", "head_float32": True}, {}),
 }
+EXACT = [name for name in CASES if name != "half"]
 AFTER = range(STEPS + 1, STEPS + 2)
 
 
@@ -115,7 +118,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, model_path: Path, groups: lis
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EXACT)
 def test_two_ranks_train_an_adapter_as_one_does_step_by_step(pair: tuple[Any, Any], alone: dict[str, Any], name: str):
     """Losses, adapter and moments. float32: they differ by the order of sums. A step moves a weight by up to 1e-2."""
     assert_near(pair[0][name], alone[name], weights=5e-6, figures=1e-5)
@@ -128,16 +131,22 @@ def test_two_ranks_train_an_adapter_as_one_does_step_by_step(pair: tuple[Any, An
 
 
 @pytest.mark.timeout(240)
+def test_bfloat16_is_near_in_the_first_step(pair: tuple[Any, Any], alone: dict[str, Any]):
+    """Then what rounding has changed is rounded again."""
+    np.testing.assert_allclose(pair[0]["half"][0][0][:2], alone["half"][0][0][:2], rtol=0.1, atol=0.02)
+    assert {dtype for dtype, *_ in pair[0]["half"][2][0].values()} == {"F32"}
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_on_two_and_publishes_the_same_bits(
-    pair: tuple[Any, Any], alone: dict[str, Any], model_path: Path, groups: list[Any], name: str
-):
+def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_on_two_and_publishes_the_same_bits(pair: tuple[Any, Any], model_path: Path, groups: list[Any], name: str):
     assert pair[0][name, "restored"] == pair[0][name, "straight on"]
     backend = made(LoraBackend, name, model_path, seed=5)
     backend.restore(with_base(backend, pair[0][name]))
     assert backend.digest() == pair[0][name][1][-1]
     after = plain(train(backend, groups, Share(0, 1), "token_mean", AFTER))
-    assert_near(after, pair[0][name, "straight on"], weights=5e-6, figures=1e-5)
+    if name in EXACT:
+        assert_near(after, pair[0][name, "straight on"], weights=5e-6, figures=1e-5)
 
 
 @pytest.mark.timeout(240)
@@ -145,4 +154,5 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_on_two_and_publishes_the_s
 def test_a_checkpoint_of_one_rank_goes_on_on_two_and_publishes_the_same_bits(pair: tuple[Any, Any], alone: dict[str, Any], name: str):
     digest, states = pair[0][name, "one rank's"]
     assert (digest, states) == (alone[name][1][-1], alone[name][2])
-    assert_near(pair[0][name, "after one rank"], alone[name, "straight on"], weights=5e-6, figures=1e-5)
+    if name in EXACT:
+        assert_near(pair[0][name, "after one rank"], alone[name, "straight on"], weights=5e-6, figures=1e-5)
