@@ -52,6 +52,8 @@ class Base:
     """Of the files there."""
     scaling: float
     """What the adapter is multiplied by."""
+    dtype: str = "float32"
+    """What the weights were rounded to before they were trained under, torch's name."""
     settings: bytes = b""
     """`adapter_config.json` of a folder that holds the adapter; empty where it was read from one."""
 

@@ -224,6 +224,15 @@ def saved_state(path: Path, share: tuple[int, int]) -> TrainingState:
     return read_checkpoint(reference, folder=path.parent, share=share).state
 
 
+def saved_base(folder: Path) -> Base | None:
+    """What the adapter of the checkpoint in `folder` belongs to; None: it holds a model. Raises: `CheckpointDamaged`."""
+    try:
+        told = orjson.loads((folder / "state.json").read_bytes()).get("base")
+        return Base(**told) if told else None
+    except (OSError, TypeError, ValueError, AttributeError) as problem:
+        raise CheckpointDamaged(f"{folder}/state.json cannot be read ({type(problem).__name__}: {problem})") from problem
+
+
 def saved_weights(reference: CheckpointRef) -> SavedTensors:
     """The weights of the checkpoint at `reference.path`, verified, and nothing else of it. Raises: `CheckpointDamaged`."""
     path = Path(reference.path)
@@ -298,5 +307,5 @@ def _dump_state(checkpoint: Checkpoint, digest: str, told: Sequence[Told]) -> by
         "rank_rng": [one["rng"] for one in told[1:]],
     }
     if base is not None:
-        state["base"] = {"path": base.path, "digest": base.digest, "scaling": base.scaling}
+        state["base"] = {"path": base.path, "digest": base.digest, "scaling": base.scaling, "dtype": base.dtype}
     return orjson.dumps(state, option=orjson.OPT_INDENT_2)

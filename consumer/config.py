@@ -134,7 +134,7 @@ class TrainerDaemonConfig(Tree):
         check_critic(self.critic, self.trainer, self.loss)
         check_kl_reward(self.loss, self.trainer)
         check_layout(self.megatron, self.trainer)
-        check_trains(self.lora, self.trainer, ranks=self.trainer.ranks)
+        check_trains(self.lora, self.trainer)
         check_adapters(self.lora, self.weights, self.placement)
         self.trackers.check()
         check_turns(self.placement, self.buffer)
@@ -202,16 +202,12 @@ def check_layout(megatron: MegatronConfig, trainer: TrainerConfig) -> None:
             raise ConfigError(f"trainer.ranks: {problem}") from problem
 
 
-def check_trains(lora: LoraConfig, trainer: TrainerConfig, *, ranks: int) -> None:
+def check_trains(lora: LoraConfig, trainer: TrainerConfig) -> None:
     """Whether this trainer can train an adapter. Raises: `ConfigError`."""
     if lora.rank and trainer.backend != "torch":
         raise ConfigError(
             f'lora.rank {lora.rank} with trainer.backend {trainer.backend}: adapters are trained by "torch" alone; set lora.rank = 0, or that backend'
         )
-    if lora.rank and ranks > 1:
-        raise ConfigError(f"lora.rank {lora.rank} on {ranks} ranks: an adapter is trained by one; set trainer.ranks = 1, or lora.rank = 0")
-    if lora.rank and trainer.cpu_offload:
-        raise ConfigError(f"lora.rank {lora.rank} with trainer.cpu_offload: an adapter is trained where its model lies; leave trainer.cpu_offload out")
 
 
 def check_turns(placement: PlacementConfig, buffer: BufferConfig) -> None:

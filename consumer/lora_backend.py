@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from consumer.backend import Base, OtherModel, TrainingState
 from consumer.config import TrainerConfig
+from consumer.gather import Derived, gathered
 from consumer.losses import LossConfig
+from consumer.merging import added, files_digest
 from consumer.shards import shape_of
 from consumer.torch_backend import TorchBackend, check_names
 from protocol.errors import ConfigError
 from weightsync.lora import PEFT_PREFIX, LoraConfig
 
 _ADAPTER = "default"
-_PIECE = 1 << 24
 
 
 class LoraBackend(TorchBackend):
@@ -36,14 +36,14 @@ class LoraBackend(TorchBackend):
     Raises: `ConfigError`, besides what `TorchBackend` does: where peft is not installed; for `lora.target_modules` that the model does not have.
     """
 
-    _adapted = True
-
     def __init__(
         self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, lora: LoraConfig, shared: bool = False
     ) -> None:
         self._lora = lora
         self._weights_dtype = getattr(torch, lora.base_dtype)
-        self._base = Base(path=str(model_path), digest=files_digest(model_path), scaling=lora.scaling, settings=lora.settings(str(model_path)))
+        self._base: Base = Base(
+            path=str(model_path), digest=files_digest(model_path), scaling=lora.scaling, dtype=lora.base_dtype, settings=lora.settings(str(model_path))
+        )
         super().__init__(model_path, config, loss=loss, temperature=temperature, seed=seed, shared=shared)
 
     # -- what an adapter changes ---------------------------------------------------------------------------------------------------------------
@@ -89,10 +89,6 @@ class LoraBackend(TorchBackend):
 
     # -- state ---------------------------------------------------------------------------------------------------------------------------------
 
-    def capture(self) -> TrainingState:
-        state = super().capture()
-        return TrainingState(weights=state.weights, optimizer=state.optimizer, rng=state.rng, base=self._base)
-
     def _check(self, state: TrainingState) -> None:
         ours, theirs = self._base, state.base
         if theirs is None:
@@ -109,8 +105,11 @@ class LoraBackend(TorchBackend):
         super()._check(state)
 
 
-class Merged(Mapping[str, Tensor]):
-    """The weights with the adapter added, by Hugging Face name, each made when it is asked for: what a model without an adapter computes the same with."""
+class Merged(Derived):
+    """The weights by Hugging Face name, made ones with the adapter added: what a model without an adapter computes the same with.
+
+    Sharded ones are gathered before they are added to, so that the sum is the same, bit by bit, on any number of ranks.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -124,15 +123,15 @@ class Merged(Mapping[str, Tensor]):
             if ".lora_" not in name:
                 yield _own(name), tensor
 
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        weight, pair = self._weights[name], self._pairs.get(name.removesuffix(".weight"))
+    def made(self, name: str) -> Tensor:
+        weight, pair = gathered(self._weights[name]), self._pairs.get(name.removesuffix(".weight"))
         if pair is None or not name.endswith(".weight"):
-            return weight.detach()
+            return weight
         module, scaling = pair
-        change = module.lora_B[_ADAPTER].weight.float() @ module.lora_A[_ADAPTER].weight.float()
-        merged: Tensor = (weight.float() + scaling * change).to(weight.dtype)
-        return merged
+        return added(weight, gathered(module.lora_A[_ADAPTER].weight), gathered(module.lora_B[_ADAPTER].weight), scaling)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -156,17 +155,6 @@ class _Without:
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
-
-
-def files_digest(folder: Path) -> str:
-    """xxh3-128, hex, over the names and bytes of a folder's safetensors files. Reads them all."""
-    total = xxhash.xxh3_128()
-    for path in sorted(folder.glob("*.safetensors")):
-        total.update(f"{path.name}\0{path.stat().st_size}\0".encode())
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                total.update(piece)
-    return total.hexdigest()
 
 
 def _plain(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from consumer.shards import SavedTensors, shape_of
+from consumer.shards import dtype_of, shape_of
 from protocol.durable import sync_folder, write_file
 from weightsync.cast import FLOATS, SPELLED, cast
 from weightsync.safetensors_file import cut, index_of, write_tensors
@@ -53,7 +53,7 @@ def write_model_atomically(folder: Path, tensors: Mapping[str, TensorBytes], bes
 
 
 def _form(tensors: Mapping[str, TensorBytes], name: str, dtype: str) -> Form:
-    spelled = tensors.dtype(name) if isinstance(tensors, SavedTensors) else tensors[name].dtype
+    spelled = dtype_of(tensors, name)
     return Form(SPELLED[dtype] if dtype and spelled in FLOATS else spelled, shape_of(tensors, name))
 
 

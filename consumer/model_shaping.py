@@ -13,6 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from protocol.errors import ConfigError
 
 
+def placed(model: Any, device: torch.device) -> Any:
+    """`model`, loaded from files, on `device`, without dropout; all its parameters want gradients."""
+    model.requires_grad_(True)
+    model.eval()
+    model.to(device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # memory of torch's own alignment: results must not depend on where a file was mapped
+    return model
+
+
 def float32_head(model: Any) -> None:
     """The last projection runs in float32, also under autocast. Source: "ScaleRL" (arXiv 2510.13786): trainer and engine agree better.
 

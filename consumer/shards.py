@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ WEIGHTS, OPTIMIZER = "weights", "optimizer"
 MODEL_FILE = "model/model.safetensors"
 """The weights where one rank has them all: `model/` loads as any Hugging Face folder."""
 ADAPTER_FILE = f"model/{lora.ADAPTER_FILE}"
-"""Where they are an adapter's, which one rank has: `model/` loads as any peft folder."""
+"""Where they are an adapter's, and one rank has it all: `model/` loads as any peft folder."""
 _SHARDS = "shards"
 _READ = 16 << 20
 Told: TypeAlias = Mapping[str, JsonValue]
@@ -98,7 +99,7 @@ def write_shards(folder: Path, state: TrainingState) -> Told:
         held = {name: tensor for name, tensor in every.items() if tensor.nbytes or name not in places}
         entries: dict[str, JsonValue] = {}
         if held:
-            file = ADAPTER_FILE if state.base is not None and group == WEIGHTS else _file_of(group, rank, ranks)
+            file = _file_of(group, rank, ranks, weights=MODEL_FILE if state.base is None else ADAPTER_FILE)
             make_folder((folder / file).parent)
             files[file], offsets = _write(folder / file, held)
             for name, tensor in held.items():
@@ -117,10 +118,10 @@ def told_of(name: str, content: bytes) -> Told:
     return {"files": {name: {"bytes": len(content), "digest": xxhash.xxh3_128_hexdigest(content)}}, "groups": {}, "rng": {}}
 
 
-def _file_of(group: str, rank: int, ranks: int) -> str:
+def _file_of(group: str, rank: int, ranks: int, *, weights: str) -> str:
     if ranks > 1:
         return f"{_SHARDS}/{group}-{rank + 1:05}-of-{ranks:05}.safetensors"
-    return MODEL_FILE if group == WEIGHTS else f"{group}.safetensors"
+    return weights if group == WEIGHTS else f"{group}.safetensors"
 
 
 def _write(path: Path, tensors: Mapping[str, TensorBytes]) -> tuple[JsonValue, dict[str, int]]:
@@ -230,7 +231,17 @@ def check_size(folder: Path, name: str, size: int) -> None:
         raise ShardsDamaged(f"{name} has {found} bytes, expected {size}: it is torn")
 
 
-class SavedTensors(Mapping[str, TensorBytes]):
+class LazyTensors(Mapping[str, TensorBytes]):
+    """Tensors whose shape and type are known before one is read, or made."""
+
+    @abstractmethod
+    def shape(self, name: str) -> Shape: ...
+
+    @abstractmethod
+    def dtype(self, name: str) -> str: ...
+
+
+class SavedTensors(LazyTensors):
     """One group of a checkpoint on disk. Nothing is read before it is asked for, and of a part no more than the rows it lies in."""
 
     def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
@@ -291,12 +302,12 @@ def _read_exactly(descriptor: int, size: int, at: int) -> bytearray:
 
 def shape_of(tensors: Mapping[str, TensorBytes], name: str) -> Shape:
     """Of a tensor, in memory or on disk, without reading it."""
-    return tensors.shape(name) if isinstance(tensors, SavedTensors) else tensors[name].shape
+    return tensors.shape(name) if isinstance(tensors, LazyTensors) else tensors[name].shape
 
 
 def dtype_of(tensors: Mapping[str, TensorBytes], name: str) -> str:
     """As `shape_of`."""
-    return tensors.dtype(name) if isinstance(tensors, SavedTensors) else tensors[name].dtype
+    return tensors.dtype(name) if isinstance(tensors, LazyTensors) else tensors[name].dtype
 
 
 def part_of(tensors: Mapping[str, TensorBytes], name: str, start: Shape, shape: Shape) -> TensorBytes:

@@ -21,14 +21,14 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.backend import OtherModel, StepReport, TrainingState
+from consumer.backend import Base, OtherModel, StepReport, TrainingState
 from consumer.batch import SHARED_ROW_LIMIT, ChunkBatch, MicroBatch, Siblings, micro_batches
 from consumer.config import TrainerConfig
 from consumer.diagnostics import Measured, Totals, measure, nothing
 from consumer.gather import whole
 from consumer.losses import LossConfig, make_loss
 from consumer.losses.terms import Terms, log_ratio
-from consumer.model_shaping import float32_head, free_bytes, recompute_activations
+from consumer.model_shaping import float32_head, free_bytes, placed, recompute_activations
 from consumer.packed_rows import packed_inputs, quadratic_cost, use_packed_rows
 from consumer.packing import PackedBatch, packed_batches
 from consumer.row_digest import row_digest
@@ -61,7 +61,9 @@ class TorchBackend:
     """For messages."""
     idle_steps = 0
     """So many steps at the start move other weights than these: warm-up begins after them."""
-    _weights_dtype, _adapted = torch.float32, False
+    _weights_dtype = torch.float32
+    _base: Base | None = None
+    """Of the weights that stay as they are, where an adapter is trained."""
 
     def __init__(
         self, model_path: Path, config: TrainerConfig, *, loss: LossConfig = _DEFAULT_LOSS, temperature: float, seed: int, shared: bool = False
@@ -296,7 +298,8 @@ class TorchBackend:
 
     def capture(self) -> TrainingState:
         moments = {name: copy_out(tensor) for name, tensor in self._moments().items()}
-        return TrainingState(weights={name: copy_out(tensor) for name, tensor in self._kept.items()}, optimizer=moments, rng=self._random_state())
+        weights = {name: copy_out(tensor) for name, tensor in self._kept.items()}
+        return TrainingState(weights=weights, optimizer=moments, rng=self._random_state(), base=self._base)
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
@@ -323,7 +326,7 @@ class TorchBackend:
                 f"the checkpoint has a {min(state.others)} beside the policy: go on with the trainer.advantage it had, or begin a run with model.path at its "
                 "folder model"
             )
-        if state.base is not None and not self._adapted:
+        if state.base is not None and self._base is None:
             raise OtherModel(f"the checkpoint holds an adapter of the weights in {state.base.path}: set lora.rank as it was, or begin a run with --new")
         if set(state.weights) != set(self._kept):
             odd = sorted(set(state.weights) ^ set(self._kept))
@@ -403,12 +406,7 @@ def _load(path: Path, device: torch.device) -> Any:
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     except Exception as problem:  # transformers raises whatever the model's code raises
         raise ConfigError(f"model.path {path}: transformers cannot load it as a causal LM ({type(problem).__name__}: {str(problem)[:300]})") from problem
-    model.requires_grad_(True)
-    model.eval()
-    model.to(device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # memory of torch's own alignment: results must not depend on where a file was mapped
-    return model
+    return placed(model, device)
 
 
 def check_names(folder: Path, names: set[str]) -> None:

@@ -27,7 +27,8 @@ from typing import TypeAlias
 import orjson
 
 from buffer.contract import CheckpointRef
-from consumer.checkpoint import CheckpointDamaged, checkpoints_on_disk, saved_weights
+from consumer.backend import Base
+from consumer.checkpoint import CheckpointDamaged, checkpoints_on_disk, saved_base, saved_weights
 from consumer.config import CheckpointConfig
 from consumer.model_folder import write_model
 from consumer.shards import MODEL_FILE, SavedTensors
@@ -39,6 +40,7 @@ from weightsync.adapter_store import KIND as ADAPTER
 from weightsync.config import WeightsConfig
 from weightsync.lora import ADAPTER_SETTINGS
 from weightsync.mirror import Mirror
+from weightsync.safetensors_file import open_model
 from weightsync.snapshot import weights_digest
 from weightsync.store import DirectoryStore, VersionStore, open_store
 from weightsync.version_files import MANIFEST_FILE
@@ -73,6 +75,25 @@ class _Sharded:
     saved: Saved
     weights: SavedTensors
 
+    def write(self, folder: Path) -> None:
+        """Raises: as `write_model`."""
+        write_model(folder, self.weights, self.saved.folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adapter(_Sharded):
+    """A checkpoint whose weights are an adapter's; `saved` is, but for its label and version, the model it belongs to."""
+
+    base: Base
+
+    def write(self, folder: Path) -> None:
+        """Raises: as `write_model`; `ConfigError` where the weights it belongs to are not there."""
+        from consumer.merging import MergedFiles, base_in  # torch
+
+        base = base_in(self.saved.folder, self.base)
+        with open_model(self.saved.folder) as weights:
+            write_model(folder, MergedFiles(weights, self.weights, base), self.saved.folder)
+
 
 _Found: TypeAlias = Saved | _Sharded | tuple[Manifest, VersionStore]
 
@@ -80,7 +101,7 @@ _Found: TypeAlias = Saved | _Sharded | tuple[Manifest, VersionStore]
 @contextlib.asynccontextmanager
 async def saved_model(what: str, *, run: RunConfig, model: ModelConfig, checkpoint: CheckpointConfig, weights: WeightsConfig) -> AsyncIterator[Saved]:
     """The model that `what` names, whole and checked against its digest, for as long as the context is open: a version behind a URL, one that holds what
-    changed only, and a checkpoint that several ranks wrote, are made whole in a temporary folder.
+    changed only, and a checkpoint of several ranks or of an adapter, are made whole in a temporary folder.
 
     Raises: `ConfigError` naming what there is, or that there is no room for it; `ManifestError` for a damaged version; `Unavailable`: the store does not
     answer.
@@ -90,14 +111,14 @@ async def saved_model(what: str, *, run: RunConfig, model: ModelConfig, checkpoi
         return
     store = open_store(weights, run)
     with _asking(store):
-        found = await asyncio.to_thread(_find, what, checkpoint.folder(run), store)
+        found = await asyncio.to_thread(_find, what, checkpoint.folder(run), store, Path(model.path))
     if isinstance(found, Saved):
         yield found
         return
     if isinstance(found, _Sharded):
         async with _scratch() as folder:
             with _asking(store):
-                await asyncio.to_thread(write_model, folder / "model", found.weights, found.saved.folder)
+                await asyncio.to_thread(found.write, folder / "model")
             yield dataclasses.replace(found.saved, folder=folder / "model")
         return
     manifest, store = found
@@ -149,10 +170,10 @@ def _remove(folder: Path) -> None:
             time.sleep(_LOOK_S)
 
 
-def _find(what: str, checkpoints: Path, store: VersionStore) -> _Found:
+def _find(what: str, checkpoints: Path, store: VersionStore, model: Path) -> _Found:
     version = _version_of(what)
     if what != LATEST and version is None and not _NUMBER.fullmatch(what):
-        return _folder(Path(what))
+        return _folder(Path(what), model)
     saved, published = checkpoints_on_disk(checkpoints), store.versions()
     if what == LATEST:
         chosen = max(saved, key=lambda one: (one.incarnation, one.step), default=None)
@@ -164,9 +185,8 @@ def _find(what: str, checkpoints: Path, store: VersionStore) -> _Found:
         step = int(what)
         chosen = max((one for one in saved if one.step == step), key=lambda one: one.incarnation, default=None)
         number = max((one for one in published if one.n == step), default=None)
-    published_whole = number is not None and store.manifest(number).kind != ADAPTER
-    if chosen is not None and not (published_whole and (Path(chosen.path) / "model" / ADAPTER_SETTINGS).is_file()):
-        return _checkpoint(chosen)
+    if chosen is not None:
+        return _checkpoint(chosen, model)
     if number is not None:
         return store.manifest(number), store
     raise ConfigError(f"--checkpoint {what}: no such checkpoint in {checkpoints} ({_listed(saved)}), nor a version in {store.location} ({_named(published)})")
@@ -190,7 +210,7 @@ def _named(versions: Sequence[Version]) -> str:
     return "there are " + ", ".join(str(one) for one in versions[-_NAMED:]) + (f" and {left} older" if left > 0 else "")
 
 
-def _folder(path: Path) -> _Found:
+def _folder(path: Path, model: Path) -> _Found:
     if not path.is_dir():
         raise ConfigError(f"--checkpoint {path}: no such folder; give one, a step, a version such as 1:20, or {LATEST}")
     if (path / "state.json").is_file():
@@ -199,7 +219,7 @@ def _folder(path: Path) -> _Found:
             reference = CheckpointRef(step=int(state["step"]), incarnation=int(state["incarnation"]), digest=str(state["digest"]), path=str(path))
         except (OSError, ValueError, KeyError, TypeError) as problem:
             raise ConfigError(f"--checkpoint {path}: state.json cannot be read ({type(problem).__name__}: {problem}); choose another checkpoint") from problem
-        return _checkpoint(reference)
+        return _checkpoint(reference, model)
     if (path / MANIFEST_FILE).is_file() and (version := _of_folder(path.name)) is not None:
         store = DirectoryStore(path.absolute().parent)
         return store.manifest(version), store
@@ -221,8 +241,8 @@ def _plain(path: Path, *, key: str = "model.path") -> Saved:
 
 def _adapter(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} holds an adapter, not a model: merge it into the weights that its adapter_config.json names (peft: merge_and_unload), save that, and "
-        "name its folder"
+        f"{what} holds an adapter, not a model: name the checkpoint of its step, or merge it into the weights that its adapter_config.json names "
+        "(peft: merge_and_unload), save that, and name its folder"
     )
 
 
@@ -234,16 +254,19 @@ def _check_beside(path: Path, key: str) -> None:
             raise ConfigError(f"{key} {path}: has no {name}; give a folder with config.json, tokenizer.json and safetensors weights")
 
 
-def _checkpoint(reference: CheckpointRef) -> Saved | _Sharded:
-    """Raises: `ConfigError` for weights that are not those the checkpoint was registered with."""
-    folder = Path(reference.path) / "model"
-    _check_beside(folder, f"--checkpoint {reference.path}: its model folder")
+def _checkpoint(reference: CheckpointRef, model: Path) -> Saved | _Sharded:
+    """`model`: what an adapter belongs to. Raises: `ConfigError` for weights that are not those the checkpoint was registered with."""
+    folder, version = Path(reference.path) / "model", Version(reference.incarnation, reference.step)
     try:
+        base = saved_base(Path(reference.path))
+        if base is None:
+            _check_beside(folder, f"--checkpoint {reference.path}: its model folder")
         weights = saved_weights(reference)
+        if base is not None:
+            return _Adapter(saved=dataclasses.replace(_plain(model), label=f"checkpoint {version}", version=version), weights=weights, base=base)
         digest = weights_digest(weights)
     except (OSError, CheckpointDamaged) as problem:
         raise ConfigError(f"--checkpoint {reference.path}: {problem}; choose another checkpoint") from problem
-    version = Version(reference.incarnation, reference.step)
     saved = Saved(label=f"checkpoint {version}", folder=folder.absolute(), version=version, digest=digest)
     return saved if (Path(reference.path) / MODEL_FILE).is_file() else _Sharded(saved=saved, weights=weights)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
 from torch import Tensor
 
+from consumer.model_shaping import placed
 from protocol.errors import ConfigError
 
 
@@ -66,10 +67,4 @@ def load_value_model(path: Path, device: torch.device) -> ValueModel:
         transformers.utils.logging.set_verbosity(level)
     if missing := sorted(told["missing_keys"]):
         raise ConfigError(f"critic.model_path {path}: its files have no tensor {missing[0]}, which a {type(trunk).__name__} needs; give a causal LM's folder")
-    model = ValueModel(trunk)
-    model.requires_grad_(True)
-    model.eval()
-    model.to(device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # memory of torch's own alignment: results must not depend on where a file was mapped
-    return model
+    return cast("ValueModel", placed(ValueModel(trunk), device))

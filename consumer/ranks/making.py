@@ -26,7 +26,7 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
     if config.lora.rank:
         from consumer.lora_backend import LoraBackend
 
-        check_trains(config.lora, trainer, ranks=1 if place is None else place.ranks)
+        check_trains(config.lora, trainer)
         factory, options["lora"] = cast("BackendFactory", LoraBackend), config.lora
     if place is not None:
         from consumer.ranks.process_group import device_of
@@ -35,8 +35,9 @@ def make_backend(config: TrainerDaemonConfig, place: Place | None = None) -> Bac
     if trainer.backend == "torch" and (place is not None or trainer.cpu_offload):
         from consumer.ranks.process_group import join_alone
         from consumer.ranks.sharded import ShardedBackend
+        from consumer.ranks.sharded_lora import ShardedLoraBackend
 
-        factory = cast("BackendFactory", ShardedBackend)
+        factory = cast("BackendFactory", ShardedLoraBackend if config.lora.rank else ShardedBackend)
         if place is None:
             join_alone(trainer.device)
     backend = factory(config.model_folder, trainer, loss=config.loss, temperature=config.rollout.temperature, seed=config.run.seed, **options)

@@ -50,7 +50,10 @@ class ShardedBackend(TorchBackend):
 
     reads_its_part = True
 
-    def __init__(self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False) -> None:
+    def __init__(
+        self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False, **further: Any
+    ) -> None:
+        """`further`: what the backend that is cut takes besides."""
         if shared:
             raise ConfigError(
                 "placement.layout colocated with trainer.ranks above 1 or trainer.cpu_offload: shards keep their devices; use another layout, or one rank "
@@ -64,7 +67,7 @@ class ShardedBackend(TorchBackend):
             )
         self._mesh = DeviceMesh.from_group(world, device.type, mesh_dim_names=("data",))  # with the deadlines that it was given
         self._leads = dist.get_rank() == 0
-        super().__init__(model_path, config, loss=loss, temperature=temperature, seed=seed)
+        super().__init__(model_path, config, loss=loss, temperature=temperature, seed=seed, **further)
 
     # -- what several ranks do otherwise -------------------------------------------------------------------------------------------------------
 
@@ -127,13 +130,13 @@ class ShardedBackend(TorchBackend):
     def snapshot(self) -> HeldWeights:
         if self._leads:
             return super().snapshot()
-        _take_part(self._kept)
+        _take_part(self._published())
         return _Elsewhere()
 
     def digest(self) -> str:
         if self._leads:
             return super().digest()
-        _take_part(self._kept)
+        _take_part(self._published())
         return ""
 
     def capture(self) -> TrainingState:
@@ -142,6 +145,7 @@ class ShardedBackend(TorchBackend):
             weights={name: copy_out(tensor) for name, (_, tensor) in weights.items()},
             optimizer={name: copy_out(tensor) for name, (_, tensor) in optimizer.items()},
             rng=self._random_state(),
+            base=self._base,
             part=(dist.get_rank(), dist.get_world_size()),
             places={group: {name: place for name, (place, _) in own.items()} for group, own in (("weights", weights), ("optimizer", optimizer))},
         )
@@ -169,11 +173,6 @@ class ShardedBackend(TorchBackend):
                     _fill(tensor, state.optimizer, f"{moment}.{name}")
                 self._optimizer.state[parameter] = moments
         self._set_random_state(state)
-
-    def _moments(self) -> dict[str, Tensor]:
-        """By the names they have in a checkpoint."""
-        state = self._optimizer.state
-        return {f"{moment}.{name}": state[p][moment] for name, p in self._parameters.items() if p in state for moment in MOMENTS}
 
 
 class _Elsewhere(HeldWeights):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.resource_tracker
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from consumer.gather import whole
+from consumer.gather import Derived, whole
+from consumer.snapshot_buffers import SnapshotBuffers
 
 multiprocessing.resource_tracker.ensure_running()  # it keeps a pipe open as long as this process lives
 
@@ -22,6 +24,36 @@ def test_plain_tensors_come_as_they_are_in_order_and_in_buckets():
     assert [list(bucket) for bucket in buckets] == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
     assert all(bucket[name].data_ptr() == tensors[name].data_ptr() for bucket in buckets for name in bucket)
     assert list(whole({})) == []
+
+
+class _Doubled(Derived):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.asked: list[str] = []
+
+    def made(self, name: str) -> torch.Tensor:
+        self.asked.append(name)
+        return self._tensors[name] * 2
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def test_what_is_made_of_others_is_made_once_a_snapshot():
+    tensors = _Doubled({"a": torch.ones(3), "b": torch.ones(40), "c": torch.ones(2)})
+    assert [sorted(bucket) for bucket in whole(tensors, bucket_bytes=20)] == [["a"], ["b"], ["c"]]
+    assert tensors.asked == ["a", "b", "c"]
+    buffers = SnapshotBuffers(tensors, torch.device("cpu"))
+    held = buffers.take(tensors).host()
+    assert held is not None
+    assert bytes(held["c"].data) == torch.full((2,), 2.0).numpy().tobytes()
+    assert tensors.asked == ["a", "b", "c"] * 2
 
 
 def _make(seed: int) -> dict[str, torch.Tensor]:
@@ -49,7 +81,6 @@ def _sharded(rank: int, rendezvous: str) -> str:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     from consumer.row_digest import row_digest
-    from consumer.snapshot_buffers import SnapshotBuffers
     from weightsync.snapshot import weights_digest
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from buffer.audit import read_audit
+from deploy.cli import main
 from deploy.summary import read_summary
 from producer.rewards import RewardSample
 from tests.deploy.test_up_transports import STEPS, up, write_run
+from weightsync.safetensors_file import open_model
+from weightsync.snapshot import weights_digest
 
 CLOSE = 1e-4
 """Nats between the trainer's logprob of a token and the engine's, at the same version."""
@@ -25,11 +28,13 @@ async def reward(sample: RewardSample) -> float:
 
 @pytest.mark.demo
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("publish", "kind", "transport"), [("adapter", "adapter", "adapter"), ("merged", "full", "store")])
-def test_versions_of_an_adapter_reach_both_engines_and_each_token_has_the_trainers_logprob(tmp_path: Path, publish: str, kind: str, transport: str):
+@pytest.mark.parametrize(
+    ("publish", "kind", "transport", "ranks"), [("adapter", "adapter", "adapter", 1), ("adapter", "adapter", "adapter", 2), ("merged", "full", "store", 2)]
+)
+def test_versions_of_an_adapter_reach_both_engines_and_each_token_has_the_trainers_logprob(tmp_path: Path, publish: str, kind: str, transport: str, ranks: int):
     path = write_run(tmp_path, {}, {"pipeline_depth": 0.0})
     lora = {"rank": 4, "publish": publish, "use_rslora": True}
-    settings = path.read_text().replace("deploy.demo.task:reward", "tests.deploy.test_lora_run:reward")
+    settings = path.read_text().replace("deploy.demo.task:reward", "tests.deploy.test_lora_run:reward").replace("[trainer]\n", f"[trainer]\nranks = {ranks}\n")
     path.write_text(settings + "[lora]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in lora.items()))
     up(path)
     summary = read_summary(tmp_path / "run")
@@ -45,5 +50,13 @@ def test_versions_of_an_adapter_reach_both_engines_and_each_token_has_the_traine
     steps: list[dict[str, Any]] = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(steps) == STEPS
     assert max(step["logprob_diff_p99"] for step in steps) < CLOSE
-    saved = {file.name for file in (tmp_path / "run" / "checkpoint").glob("step-*/model/*")}
-    assert saved == {"adapter_config.json", "adapter_model.safetensors"}
+    saved = {file.name for file in (tmp_path / "run" / "checkpoint").glob("step-*/*/*.safetensors")}
+    assert saved == (
+        {"adapter_model.safetensors"} if ranks == 1 else {f"{what}-0000{rank}-of-00002.safetensors" for what in ("weights", "optimizer") for rank in (1, 2)}
+    )
+    out = tmp_path / "exported"
+    assert main(["export-model", "-c", str(path), "--checkpoint", "latest", "--out", str(out)]) == 0
+    with open_model(out) as tensors, open_model(tmp_path / "model") as base:
+        assert (weights_digest(tensors) == published[-1]["digest"]) == (publish == "merged")
+        assert {name: one.shape for name, one in tensors.items()} == {name: one.shape for name, one in base.items()}
+        assert weights_digest(tensors) != weights_digest(base)

@@ -9,11 +9,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from consumer.backend import Base, TrainingState
 from consumer.checkpoint import Checkpoint, Progress, write_checkpoint
 from consumer.config import CheckpointConfig
+from consumer.merging import files_digest
+from consumer.parts import Place as At
 from consumer.shards import write_shards
 from deploy.cli import main
 from deploy.saved import Saved, saved_model
@@ -251,23 +254,51 @@ async def test_a_damaged_checkpoint_and_a_damaged_version_are_refused(place: Pla
         await place.found(str(checkpoint))
 
 
-async def test_an_adapter_is_no_model_and_is_told_so(place: Place, others: list[dict[str, TensorBytes]]):
+async def test_a_published_adapter_is_no_model_and_is_told_so(place: Place, others: list[dict[str, TensorBytes]]):
     AdapterStore(place.store.folder, LoraConfig(rank=2).settings("/base")).write(Snapshot(version=Version(1, 3), tensors=others[0]))
-    with pytest.raises(ConfigError, match=r"version 1:3 .* holds an adapter, not a model: merge it"):
+    with pytest.raises(ConfigError, match=r"version 1:3 .* holds an adapter, not a model: name the checkpoint of its step"):
         await place.found("1:3")
     with pytest.raises(ConfigError, match="holds an adapter"):
         await place.found(str(place.store.path(Version(1, 3))))
-    base = Base(path="/base", digest="d", scaling=1.0, settings=b"{}")
-    saved = Checkpoint(
-        progress=Progress(step=9),
-        incarnation=1,
-        state=TrainingState(weights=others[0], optimizer={}, rng={}, base=base),
-        journal=b"",
-        schedule={},
-    )
-    write_checkpoint(place.checkpoints, saved, model_path=place.model)
-    with pytest.raises(ConfigError, match="holds an adapter"):
+
+
+async def test_a_checkpoint_of_an_adapter_that_two_ranks_wrote_is_merged_into_the_model_while_it_is_looked_at(place: Place):
+    """The product by hand, and every other weight as it is."""
+    layer, rng = "model.layers.0.self_attn.q_proj", np.random.default_rng(0)
+    before = weights_of(place.model)
+    rows, columns = before[f"{layer}.weight"].shape
+    a, b = rng.standard_normal((2, columns), np.float32), rng.standard_normal((rows, 2), np.float32)
+    base = Base(path="/elsewhere", digest=files_digest(place.model), scaling=1.5, settings=b"{}")
+    states = [
+        TrainingState(
+            weights={
+                f"base_model.model.{layer}.lora_{side}.weight": TensorBytes(dtype="F32", shape=part.shape, data=part.tobytes())
+                for side, part in (("A", a[rank : rank + 1]), ("B", b[rank * rows // 2 : (rank + 1) * rows // 2]))
+            },
+            optimizer={},
+            rng={},
+            base=base,
+            part=(rank, 2),
+            places={
+                "weights": {
+                    f"base_model.model.{layer}.lora_A.weight": At(start=(rank, 0), whole=a.shape),
+                    f"base_model.model.{layer}.lora_B.weight": At(start=(rank * rows // 2, 0), whole=b.shape),
+                }
+            },
+        )
+        for rank in range(2)
+    ]
+    checkpoint = Checkpoint(progress=Progress(step=9), incarnation=1, state=states[0], journal=b"", schedule={})
+    path = Path(write_checkpoint(place.checkpoints, checkpoint, model_path=place.model, others=lambda to: lambda: [write_shards(to, states[1])]).path)
+    assert sorted(file.name for file in path.glob("*/*")) == ["adapter_config.json", *(f"weights-0000{rank}-of-00002.safetensors" for rank in (1, 2))]
+    async with place.find("9") as saved:
+        after = weights_of(saved.folder)
+        assert (saved.label, saved.version, (saved.folder / "tokenizer.json").is_file()) == ("checkpoint 1:9", Version(1, 9), True)
+    was, found = (np.frombuffer(one.pop(f"{layer}.weight").data, np.float32).reshape(rows, columns) for one in (before, after))
+    np.testing.assert_allclose(found, was + 1.5 * (b @ a), rtol=1e-6, atol=1e-6)
+    assert weights_digest(after) == weights_digest(before)
+    assert not saved.folder.exists()
+    write_model(place.folder / "other", seed=7)
+    place.model = place.folder / "other"
+    with pytest.raises(ConfigError, match=r"were in /elsewhere, and model\.path .*other has .*: correct model\.path"):
         await place.found("9")
-    place.store.write(Snapshot(version=Version(1, 9), tensors=others[1]))
-    for what in ("9", "1:9", "latest"):
-        assert (await place.found(what))[0].version == Version(1, 9), "merged, it is a model"

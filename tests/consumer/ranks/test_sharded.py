@@ -223,7 +223,7 @@ def through_files(state: TrainingState, folder: Path) -> TrainingState:
     dist.all_gather_object(told, write_shards(folder, state))
     index = read_index(merged(told))
     others = {group: SavedTensors(folder, entries) for group, entries in index.groups.items()}
-    return TrainingState(weights=others.pop("weights"), optimizer=others.pop("optimizer"), others=others, rng=state.rng)
+    return TrainingState(weights=others.pop("weights"), optimizer=others.pop("optimizer"), others=others, rng=state.rng, base=state.base)
 
 
 def plain(trained: Trained) -> Any:
