@@ -135,7 +135,13 @@ class JournalReader:
                 wanted = back
                 continue
             if wanted <= status.trained:
-                step = await self.read(wanted)
+                try:
+                    step = await self._read_on(status, wanted)
+                except ReplayGap:
+                    now = await self._ledger.status()
+                    if now.incarnation == status.incarnation and wanted <= now.trained:
+                        raise
+                    continue  # the run went back while it was read
                 given.add(wanted, step.incarnation)
                 wanted += 1
                 yield step
@@ -145,6 +151,13 @@ class JournalReader:
                 await wakeups.wait(Topic.SLOT, Topic.RUN, since=mark)
 
     # parts ------------------------------------------------------------------------------------------------------------------
+
+    async def _read_on(self, status: LedgerStatus, step: int) -> RecordedStep:
+        """Raises: `ReplayGap`, also for what was given up before `status`: the step as the line has it was never recorded, and asking again changes nothing."""
+        found = await self.read(step)
+        if found.incarnation <= status.incarnation and not status.lineage.contains(Version(found.incarnation, step)):
+            raise ReplayGap(f"step {step} is held only as incarnation {found.incarnation} trained it, which the run has given up: start after it")
+        return found
 
     async def _held(self, status: LedgerStatus) -> list[int]:
         """Steps on the surviving line that can be read. The spill may also have some that were rewound: those are above what is trained."""
