@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from buffer.blobs import BlobStore
 from buffer.config import BufferConfig, StalenessGuard
@@ -27,6 +28,7 @@ from protocol.messages import GroupHeader, RolloutGroup, Seq, SlotToken
 from protocol.versions import Fork, Lineage, Version
 from protocol.wakeups import Topic, Wakeups
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _CURSOR_S = 60.0
 """A reader that has not looked for so long is not one any more, in the eyes of `status`."""
@@ -179,9 +181,14 @@ class JournalReader:
 
     async def _trained_at(self, step: int) -> float:
         outcome = await self._ledger.trained_step(step)
-        return outcome.at if outcome is not None else (await self._from_spill(step)).at
+        return outcome.at if outcome is not None else await self._spilled(step, lambda spill: spill.trained_at(step))
 
     async def _from_spill(self, step: int) -> RecordedStep:
+        found = await self._spilled(step, lambda spill: spill.read_step(step))
+        _refuse_holes(found)
+        return found
+
+    async def _spilled(self, step: int, read: Callable[[Recording], T]) -> T:
         """Raises: `ReplayGap` saying what is held."""
         status = await self._ledger.status()
         held = await self._held(status)
@@ -189,11 +196,9 @@ class JournalReader:
             raise ReplayGap(f"step {step} is not held; held are {step_ranges(held)}" + ("" if step <= status.trained else "; it is not trained yet"))
         try:
             with storage_answers():
-                found = await asyncio.to_thread(self._storage.spill.read_step, step)
+                return await asyncio.to_thread(read, self._storage.spill)
         except ReplayGap as problem:
             raise ReplayGap(f"step {step} is neither in Redis nor in the spill; held are {step_ranges(held)}") from problem
-        _refuse_holes(found)
-        return found
 
 
 class _Given:

@@ -140,6 +140,28 @@ async def test_steps_are_chosen_by_number_by_policy_and_by_time(world: Any) -> N
             ReplayRange.parse(wrong)
 
 
+async def test_a_hole_in_a_step_that_is_not_asked_for_is_no_gap(world: Any, tmp_path: Path) -> None:
+    config = settings(spill=str(tmp_path / "spill"), retention=0)
+    incarnation = await world.start(config)
+    storage = open_storage(config, "run")
+    for step in range(1, 5):
+        await train(world, incarnation, step)
+    since = (await world.ledger.trained_step(3)).at
+    await spill(world, storage, incarnation, 2)
+    assert storage.spill is not None
+    for step in (1, 2):
+        holed = storage.spill.read_step(step)
+        storage.spill.write_step(dataclasses.replace(holed, at=since - 10 + step, payloads=tuple((b"", *rest) for _, *rest in holed.payloads)))
+    for step in (3, 4):
+        await world.checkpoint(incarnation, step)
+    assert (await world.ledger.status()).dropped == 2
+    reader = JournalReader(world.ledger, storage)
+    assert await reader.steps(ReplayRange(since=since)) == [3, 4]
+    assert await reader.steps(ReplayRange(until=since - 9)) == [1]
+    with pytest.raises(ReplayGap, match=r"step 1: the payload of group 0 was lost before it was recorded"):
+        await reader.read(1)
+
+
 async def taken(stream: AsyncGenerator[RecordedStep, None], count: int) -> list[tuple[int, int]]:
     """(step, incarnation) of the next `count`."""
     async with asyncio.timeout(20):
