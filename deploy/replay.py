@@ -17,7 +17,7 @@ from buffer.config import BufferConfig
 from buffer.contract import Ledger
 from buffer.exchange import Export, ExportedGroup, ExportWriter, check_format, rows_of
 from buffer.importing import import_groups, plan_import
-from buffer.payloads import by_bytes
+from buffer.payloads import by_bytes, check_payload
 from buffer.recording import RecordedGroup, Recording, RecordingAbout
 from buffer.redis_ledger import RedisLedger
 from buffer.replay import JournalReader, ReplayRange, self_contained, whole
@@ -193,8 +193,7 @@ async def _buffered(run: _Run, gone: list[Seq]) -> AsyncIterator[list[ExportedGr
         groups: list[ExportedGroup] = []
         for header in batch:
             try:
-                if (payload := payloads.get((header.seq, header.token))) is None:
-                    raise PayloadLost(header.seq, "is gone")
+                payload = check_payload(header, payloads.get((header.seq, header.token)))
                 row = await asyncio.to_thread(self_contained, RecordedGroup(header=header, payload=payload), blobs)
             except PayloadLost as problem:
                 _LOG.info("left out: %s", problem)

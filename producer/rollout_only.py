@@ -22,7 +22,7 @@ from pathlib import Path
 
 from buffer.audit import AuditSpill, read_audit
 from buffer.contract import Ledger
-from buffer.payloads import by_bytes
+from buffer.payloads import by_bytes, check_payload
 from buffer.recording import RecordedGroup, Recording, RecordingAbout
 from buffer.redis_ledger import RedisLedger
 from buffer.replay import self_contained
@@ -152,7 +152,8 @@ class Recorder:
     """READY groups into a recording, then out of the ledger.
 
     Consumes: READY groups. Produces: recorded groups, free slots. Waits for: wake-up `ready`. Unblocked by: producers.
-    Invariant: a group leaves the ledger only after it is durable in the recording, or because it is lost: then it is made again. It is recorded twice only where a kill fell between the two.
+    Invariant: a group leaves the ledger only after it is durable in the recording, or because it is lost: then it is made again. It is recorded twice only
+    where a kill fell between the two.
     """
 
     def __init__(
@@ -227,10 +228,8 @@ class Recorder:
         found: list[GroupHeader] = []
         groups: list[RecordedGroup] = []
         for header in batch:
-            payload = payloads.get((header.seq, header.token))
             try:
-                if payload is None:
-                    raise PayloadLost(header.seq, "is gone, or damaged")
+                payload = check_payload(header, payloads.get((header.seq, header.token)))
                 groups.append(self_contained(RecordedGroup(header=header, payload=payload), self._blobs))
             except (DecodeError, PayloadLost) as problem:
                 _LOG.warning("group %d is not recorded and will be made again: %s", header.seq, problem)
