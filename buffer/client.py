@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from buffer.contract import Blocked, ChunkRecord, Ledger, PutResult, Slot
+from buffer.contract import Blocked, ChunkRecord, Granted, Ledger, PutResult, Slot
 from buffer.payloads import by_bytes
 from buffer.shares import Share
 from buffer.storage import Storage, read_payloads, storage_answers
@@ -28,6 +29,11 @@ _DECODED_AT_ONCE = 64
 """Groups, about 3 ms: then it is the turn of others on the event loop."""
 Agree: TypeAlias = Callable[[int], Awaitable[tuple[int, int]]]
 """A number of every rank in, the lowest and the highest of them out; all ranks call it the same number of times."""
+Ask: TypeAlias = Callable[[], Awaitable[Granted | Blocked]]
+
+
+async def _once(ask: Ask) -> Granted | Blocked:
+    return await ask()
 
 
 class ProducerBuffer:
@@ -47,8 +53,11 @@ class ProducerBuffer:
         """Slots reserved here and neither put, released nor lost."""
         return dict(self._held)
 
-    async def reserve(self, n: int, max_bytes: int, on_blocked: Callable[[Edge], None] | None = None) -> tuple[Slot, ...]:
-        """At least 1 and at most `n` slots, as soon as the ledger grants them. `on_blocked` hears every edge it waits on.
+    async def reserve(
+        self, n: int, max_bytes: int, on_blocked: Callable[[Edge], None] | None = None, *, through: Callable[[Ask], Awaitable[Granted | Blocked]] = _once
+    ) -> tuple[Slot, ...]:
+        """At least 1 and at most `n` slots, as soon as the ledger grants them. `on_blocked` hears every edge it waits on. `through` asks the ledger, each time
+        anew: how long it bears with a Redis that is away has nothing to do with how long no slot was free.
 
         Raises: `RunEnded`. After any other error, or a cancellation, the next call asks again under the same request id, so that a grant whose reply was
         lost is not lost.
@@ -58,7 +67,7 @@ class ProducerBuffer:
                 self._pending = uuid.uuid4().hex
             while True:
                 mark = self._wakeups.mark(Topic.SLOT, Topic.RUN)
-                answer = await self._ledger.reserve(self._owner, self._pending, n, max_bytes=max_bytes)
+                answer = await through(functools.partial(self._ledger.reserve, self._owner, self._pending, n, max_bytes=max_bytes))
                 if not isinstance(answer, Blocked):
                     self._pending = None
                     self._held.update({slot.seq: slot.token for slot in answer.slots})

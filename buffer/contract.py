@@ -305,8 +305,10 @@ class Ledger(Protocol):
         nobody remembers are RELEASED; checkpoints are registered; `incarnation` is attached. Raises: `Fenced` if another trainer attached meanwhile.
         """
 
-    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]]) -> int:
-        """READY → DEAD(recorded): these have gone into a recording and are not trained here. The number that were READY; asked again, 0."""
+    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]], *, lost: bool = False) -> int:
+        """READY → DEAD(recorded): these have gone into a recording and are not trained here. `lost`: READY → RELEASED(payload_lost), for another to take:
+        their payloads are gone (rule P2). The number that were READY; asked again, 0.
+        """
 
     async def spillable(self, limit: int) -> tuple[int, ...]:
         """Up to `limit` steps whose payloads should leave Redis now, ascending: they are over the retention, or trained payloads fill over half the budget.

@@ -21,7 +21,7 @@ import orjson
 from buffer.config import BufferConfig
 from buffer.contract import CheckpointRef
 from buffer.payloads import by_bytes
-from buffer.recording import RecordingAbout
+from buffer.recording import RecordedStep, RecordingAbout
 from buffer.redis_ledger import FORKED_KEYS, RedisLedger
 from buffer.storage import claim_storage, open_storage
 from protocol.codec import decode, encode
@@ -129,7 +129,7 @@ def copy_stores(copy: RunCopy, target: Keys) -> dict[int, GroupHeader]:
         of_new.spill.describe(RecordingAbout(run=target.run, identity=copy.identity, settings=copy.settings))
         for step in of_old.spill.steps():
             if copy.dropped < step <= copy.trained:
-                of_new.spill.write_step(of_old.spill.read_step(step))
+                of_new.spill.write_step(_renamed(of_old.spill.read_step(step), target))
     if of_new.blobs is None:
         return {}
     store = object_store(copy.settings.blobs, key="buffer.blobs")
@@ -138,16 +138,25 @@ def copy_stores(copy: RunCopy, target: Keys) -> dict[int, GroupHeader]:
     for header in copy.headers:
         if not header.blobs:
             continue
-        moved = {}
+        changed[header.seq] = moved = _moved(header, target)
         for name, blob in header.blobs.items():
-            renamed = dataclasses.replace(blob, name=f"{target.run}/{blob.name.partition('/')[2]}")
             try:
-                store.write(renamed.name, [store.read(blob.name)])
+                store.write(moved.blobs[name].name, [store.read(blob.name)])
             except FileNotFoundError as problem:
                 raise Moved(f"run {copy.keys.run!r} has let go of blob {blob.name} of group {header.seq}, which the copy needs") from problem
-            moved[name] = renamed
-        changed[header.seq] = dataclasses.replace(header, blobs=moved)
     return changed
+
+
+def _moved(header: GroupHeader, target: Keys) -> GroupHeader:
+    """As the new run names its blobs."""
+    return dataclasses.replace(
+        header, blobs={name: dataclasses.replace(blob, name=f"{target.run}/{blob.name.partition('/')[2]}") for name, blob in header.blobs.items()}
+    )
+
+
+def _renamed(step: RecordedStep, target: Keys) -> RecordedStep:
+    chunks = tuple(dataclasses.replace(chunk, headers=tuple(_moved(header, target) for header in chunk.headers)) for chunk in step.chunks)
+    return dataclasses.replace(step, chunks=chunks)
 
 
 async def write_run(client: Client, copy: RunCopy, target: Keys, checkpoint: CheckpointRef, changed: Mapping[int, GroupHeader]) -> int:

@@ -121,9 +121,9 @@ class PureLedger:
     def reassert(self, incarnation: int, incarnation_id: str, history: History, *, seen: int = 0) -> None:
         reassert(self.state, incarnation, incarnation_id, history, seen)
 
-    def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]], **known: Unpack[Known]) -> int:
+    def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]], *, lost: bool = False, **known: Unpack[Known]) -> int:
         self.state.enter(incarnation, **known)
-        return ledger_upkeep.set_aside(self.state, groups)
+        return ledger_upkeep.set_aside(self.state, groups, lost=lost)
 
     def spillable(self, limit: int) -> tuple[int, ...]:
         return ledger_upkeep.spillable(self.state, limit)
@@ -397,9 +397,9 @@ class LocalLedger:
         for topic in ("run", "slot", "ready"):
             self._on_change(topic)
 
-    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]]) -> int:
+    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]], *, lost: bool = False) -> int:
         with self._trainer(incarnation) as known:
-            count = self.pure.set_aside(incarnation, groups, **known)
+            count = self.pure.set_aside(incarnation, groups, lost=lost, **known)
         self._on_change("slot")
         return count
 

@@ -361,7 +361,7 @@ class State:
     def end_step(self, step: int, incarnation: int, size: int) -> None:
         """It was trained now; `size` bytes of payloads are here."""
         self.ends[step] = Ending(incarnation=incarnation, at_ms=self.now_ms, bytes=self.bytes_up_to(step - 1) + size)
-        if size and self.spilled >= step:
+        if self.spilled >= step:
             self.spilled = step - 1  # what the spill has of it is of a line that was given up
 
     def retired(self) -> int:

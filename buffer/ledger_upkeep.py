@@ -14,12 +14,12 @@ SPILL_LIMIT = 1000
 """Steps that are named at a time."""
 
 
-def set_aside(state: State, groups: Sequence[tuple[Seq, SlotToken]]) -> int:
+def set_aside(state: State, groups: Sequence[tuple[Seq, SlotToken]], *, lost: bool = False) -> int:
     count = 0
     for seq, token in groups:
         group = state.groups.get(seq)
         if group is not None and group.state is GroupState.READY and group.token == token:
-            state.release(seq, Reason.RECORDED)
+            state.release(seq, Reason.PAYLOAD_LOST if lost else Reason.RECORDED)
             count += 1
     return count
 

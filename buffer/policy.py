@@ -8,12 +8,13 @@ tokens of version 7 - 1 - 2 = 4 and newer, so `needed` is 4.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from buffer.config import BufferConfig, Selection, StalenessGuard
 from buffer.contract import StepRecord
 from buffer.staleness import accepts
-from protocol.messages import GroupHeader
+from protocol.messages import GroupHeader, JsonValue
 from protocol.versions import Lineage
 
 _PER_VERSION = 1 << 32
@@ -39,6 +40,14 @@ class Policy:
     def bound(self) -> int:
         """Steps a token may be old: K, and 0 when on-policy."""
         return 0 if self.on_policy else self.settings.max_staleness
+
+    @staticmethod
+    def recorded_bound(settings: Mapping[str, JsonValue]) -> int | None:
+        """`bound` of a run whose settings are known from its audit, perhaps as another release wrote them. None: they do not say."""
+        depth, most = settings.get("pipeline_depth"), settings.get("max_staleness")
+        if not isinstance(most, int):
+            return None
+        return 0 if depth == 0 else most
 
     @property
     def guard(self) -> StalenessGuard:

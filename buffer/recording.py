@@ -135,13 +135,14 @@ class Recording:
 
     def read_step(self, step: int) -> RecordedStep:
         """As the newest incarnation that recorded it did. Raises: `ReplayGap`, `DecodeError` naming the object or the group."""
-        names = self._of_step(step)
-        if not names:
-            raise ReplayGap(f"step {step} is not recorded in {self.url}; recorded are {step_ranges(self.steps())}")
-        record = RecordFile(self._store, names[0], _STEP, whole=True)
+        record = RecordFile(self._store, self._newest(step), _STEP, whole=True)
         found, bodies = _step_index(record), iter(range(len(record.sizes)))
         payloads = tuple(tuple(_checked(record, header, next(bodies)) for header in chunk.headers) for chunk in found.chunks)
         return RecordedStep(step=found.step, incarnation=found.incarnation, digest=found.digest, at=found.at, chunks=found.chunks, payloads=payloads)
+
+    def trained_at(self, step: int) -> float:
+        """Unix seconds, of `read_step`; its payloads are not looked at. Raises as `read_step`."""
+        return _step_index(RecordFile(self._store, self._newest(step), _STEP, whole=False)).at
 
     def find(self, step: int, headers: Iterable[GroupHeader]) -> dict[tuple[Seq, SlotToken], bytes]:
         """Payloads of these groups of a step, as far as they are recorded whole, by whichever incarnation; only what is asked for is read."""
@@ -162,6 +163,11 @@ class Recording:
             if len(found) == len(wanted):
                 break
         return found
+
+    def _newest(self, step: int) -> str:
+        if not (names := self._of_step(step)):
+            raise ReplayGap(f"step {step} is not recorded in {self.url}; recorded are {step_ranges(self.steps())}")
+        return names[0]
 
     def _of_step(self, step: int) -> list[str]:
         """Its objects, newest incarnation first."""

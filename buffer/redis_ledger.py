@@ -303,8 +303,9 @@ class RedisLedger:
     async def drain(self, incarnation: int, reason: str) -> None:
         await self._fenced(_DRAIN, incarnation, reason)
 
-    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]]) -> int:
-        return int((await self._fenced(_SET_ASIDE, incarnation, *(item for group in groups for item in group)))[0])
+    async def set_aside(self, incarnation: int, groups: Sequence[tuple[Seq, SlotToken]], *, lost: bool = False) -> int:
+        reason = Reason.PAYLOAD_LOST if lost else Reason.RECORDED
+        return int((await self._fenced(_SET_ASIDE, incarnation, reason, *(item for group in groups for item in group)))[0])
 
     async def spillable(self, limit: int) -> tuple[int, ...]:
         return tuple(await self._call(_SPILLABLE, limit))

@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from buffer.blobs import BlobStore
 from buffer.config import BufferConfig, StalenessGuard
@@ -27,6 +28,7 @@ from protocol.messages import GroupHeader, RolloutGroup, Seq, SlotToken
 from protocol.versions import Fork, Lineage, Version
 from protocol.wakeups import Topic, Wakeups
 
+T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _CURSOR_S = 60.0
 """A reader that has not looked for so long is not one any more, in the eyes of `status`."""
@@ -135,7 +137,13 @@ class JournalReader:
                 wanted = back
                 continue
             if wanted <= status.trained:
-                step = await self.read(wanted)
+                try:
+                    step = await self._read_on(status, wanted)
+                except ReplayGap:
+                    now = await self._ledger.status()
+                    if now.incarnation == status.incarnation and wanted <= now.trained:
+                        raise
+                    continue  # the run went back while it was read
                 given.add(wanted, step.incarnation)
                 wanted += 1
                 yield step
@@ -145,6 +153,13 @@ class JournalReader:
                 await wakeups.wait(Topic.SLOT, Topic.RUN, since=mark)
 
     # parts ------------------------------------------------------------------------------------------------------------------
+
+    async def _read_on(self, status: LedgerStatus, step: int) -> RecordedStep:
+        """Raises: `ReplayGap`, also for what was given up before `status`: the step as the line has it was never recorded, and asking again changes nothing."""
+        found = await self.read(step)
+        if found.incarnation <= status.incarnation and not status.lineage.contains(Version(found.incarnation, step)):
+            raise ReplayGap(f"step {step} is held only as incarnation {found.incarnation} trained it, which the run has given up: start after it")
+        return found
 
     async def _held(self, status: LedgerStatus) -> list[int]:
         """Steps on the surviving line that can be read. The spill may also have some that were rewound: those are above what is trained."""
@@ -166,9 +181,14 @@ class JournalReader:
 
     async def _trained_at(self, step: int) -> float:
         outcome = await self._ledger.trained_step(step)
-        return outcome.at if outcome is not None else (await self._from_spill(step)).at
+        return outcome.at if outcome is not None else await self._spilled(step, lambda spill: spill.trained_at(step))
 
     async def _from_spill(self, step: int) -> RecordedStep:
+        found = await self._spilled(step, lambda spill: spill.read_step(step))
+        _refuse_holes(found)
+        return found
+
+    async def _spilled(self, step: int, read: Callable[[Recording], T]) -> T:
         """Raises: `ReplayGap` saying what is held."""
         status = await self._ledger.status()
         held = await self._held(status)
@@ -176,11 +196,9 @@ class JournalReader:
             raise ReplayGap(f"step {step} is not held; held are {step_ranges(held)}" + ("" if step <= status.trained else "; it is not trained yet"))
         try:
             with storage_answers():
-                found = await asyncio.to_thread(self._storage.spill.read_step, step)
+                return await asyncio.to_thread(read, self._storage.spill)
         except ReplayGap as problem:
             raise ReplayGap(f"step {step} is neither in Redis nor in the spill; held are {step_ranges(held)}") from problem
-        _refuse_holes(found)
-        return found
 
 
 class _Given:

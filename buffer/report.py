@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from buffer.contract import LedgerStatus
+from buffer.policy import Policy
 from buffer.witness import WitnessLine
 from protocol.messages import Event, Reason
 
@@ -35,7 +36,7 @@ class RunTotals:
     max_staleness: int
     """Of any token that entered a loss, on any line."""
     steps_over_k: int
-    """Steps, on any line, with a token over K in the loss; 0 unless the guard is `correct` or something is wrong."""
+    """Steps, on any line, with a token over K (on-policy: over 0) in the loss; 0 unless the guard is `correct` or something is wrong."""
     disagreements: tuple[str, ...]
     """Where the witness file and the audit stream contradict each other."""
 
@@ -60,7 +61,7 @@ def totals(events: Sequence[Event], witness: Sequence[WitnessLine], status: Ledg
             released[Reason(cast("str", one.fields["reason"]))] += 1
     accounted = reserved & (trained.keys() | dead.keys())
     outstanding = status.outstanding + status.released if status is not None else len(reserved) - len(accounted)
-    bound = next((cast("Any", one.fields)["settings"]["max_staleness"] for one in events if one.op == "created"), None)
+    bound = next((Policy.recorded_bound(cast("Any", one.fields)["settings"]) for one in events if one.op == "created"), None)
     return RunTotals(
         groups_reserved=len(reserved),
         groups_trained=len(trained),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from buffer.policy import Policy
 from deploy.tally import BY_HAND, MAIN_SET
 from protocol.errors import DecodeError
 from protocol.messages import Event, JsonValue
@@ -117,6 +118,11 @@ class History:
     depth: list[Depth] = field(default_factory=list)
     owners: set[str] = field(default_factory=set)
     """Producer instances that reserved."""
+
+    @property
+    def bound(self) -> int | None:
+        """Steps a trained token may be old; None: the audit does not say."""
+        return Policy.recorded_bound(self.settings)
 
     @property
     def seconds(self) -> float:

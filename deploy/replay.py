@@ -17,20 +17,20 @@ from buffer.config import BufferConfig
 from buffer.contract import Ledger
 from buffer.exchange import Export, ExportedGroup, ExportWriter, check_format, rows_of
 from buffer.importing import import_groups, plan_import
-from buffer.payloads import by_bytes
+from buffer.payloads import by_bytes, check_payload
 from buffer.recording import RecordedGroup, Recording, RecordingAbout
 from buffer.redis_ledger import RedisLedger
 from buffer.replay import JournalReader, ReplayRange, self_contained, whole
-from buffer.storage import open_storage
+from buffer.storage import Storage, open_storage, read_payloads
 from consumer.config import TrainerDaemonConfig
 from deploy.config import reader_url
 from protocol.config import load
 from protocol.connection import Client, check_server, connect
 from protocol.daemon import run_daemon
-from protocol.errors import ConfigError, ReplayGap, Unavailable
+from protocol.errors import ConfigError, PayloadLost, ReplayGap, Unavailable
 from protocol.identity import RunIdentity, identify
 from protocol.keys import Keys
-from protocol.messages import Edge
+from protocol.messages import Edge, Seq
 from protocol.objects import object_store
 from protocol.wakeups import wakeups
 
@@ -165,15 +165,17 @@ def export(options: argparse.Namespace) -> int:
 
 async def _export_groups(options: argparse.Namespace, wanted: ReplayRange, stop: asyncio.Event) -> None:
     path, count = Path(options.out), 0
+    gone: list[Seq] = []
     async with _joined(options) as run:
-        source = _buffered(run) if options.buffered else _journalled(run, await run.reader.steps(wanted))
+        source = _buffered(run, gone) if options.buffered else _journalled(run, await run.reader.steps(wanted))
         with ExportWriter(path, run.about) as sheet:
             async for groups in source:
                 if stop.is_set():
                     raise Unavailable(f"stopped: {path} is not written; export again")
                 await asyncio.to_thread(sheet.write, groups)
                 count += len(groups)
-    _say(f"{count} groups are in {path}\n")
+    left_out = f"; {len(gone)} more were gone from the buffer before they were read" if gone else ""
+    _say(f"{count} groups are in {path}{left_out}\n")
 
 
 async def _journalled(run: _Run, steps: Sequence[int]) -> AsyncIterator[list[ExportedGroup]]:
@@ -182,13 +184,23 @@ async def _journalled(run: _Run, steps: Sequence[int]) -> AsyncIterator[list[Exp
         yield list(rows_of(await asyncio.to_thread(whole, await reader.read(step), reader.blobs)))
 
 
-async def _buffered(run: _Run) -> AsyncIterator[list[ExportedGroup]]:
+async def _buffered(run: _Run, gone: list[Seq]) -> AsyncIterator[list[ExportedGroup]]:
+    """What was READY at one moment. The run goes on meanwhile: what it trains and frees, or releases, before it is read is named in `gone`."""
     blobs = run.reader.blobs
     headers = await run.ledger.ready((await run.ledger.status()).ready)
     for batch in by_bytes(headers, _BATCH_BYTES):
-        rows = [RecordedGroup(header=header, payload=payload) for header, payload in zip(batch, await run.ledger.payloads(batch), strict=True)]
-        contained = [await asyncio.to_thread(self_contained, row, blobs) for row in rows]
-        yield [ExportedGroup(header=row.header, payload=row.payload) for row in contained]
+        payloads = await read_payloads(run.ledger, Storage(), 0, batch)
+        groups: list[ExportedGroup] = []
+        for header in batch:
+            try:
+                payload = check_payload(header, payloads.get((header.seq, header.token)))
+                row = await asyncio.to_thread(self_contained, RecordedGroup(header=header, payload=payload), blobs)
+            except PayloadLost as problem:
+                _LOG.info("left out: %s", problem)
+                gone.append(header.seq)
+                continue
+            groups.append(ExportedGroup(header=row.header, payload=row.payload))
+        yield groups
 
 
 def import_file(options: argparse.Namespace) -> int:

@@ -90,8 +90,7 @@ def _staleness(axes: Any, history: History) -> None:
     total = sum(tokens.values()) or 1
     figures = spread(tokens)
     axes.bar(list(tokens), [100 * count / total for count in tokens.values()], color=_TRAIN, width=0.8)
-    limit = history.settings.get("max_staleness")
-    if isinstance(limit, int):
+    if (limit := history.bound) is not None:
         axes.axvline(limit + 0.5, color=_HELD_OUT, linestyle="--", linewidth=1.5)
         axes.annotate(f"K = {limit}", (limit + 0.4, 0.97), xycoords=("data", "axes fraction"), ha="right", va="top", color=_HELD_OUT)
         axes.set_xlim(-0.6, limit + 1)

@@ -120,7 +120,7 @@ def summarise(
         "groups_duplicated": counted.groups_duplicated,
         "disagreements": list(counted.disagreements),
         "staleness": spread(sum((step.staleness for step in steps), Counter())),
-        "max_staleness": history.settings.get("max_staleness"),
+        "max_staleness": history.bound,
         "over_k_tokens": _over_k(history),
         "steps_over_k": counted.steps_over_k,
         "masked_tokens": counted.tokens_masked,
@@ -184,8 +184,7 @@ def first_last_best(values: Sequence[float]) -> dict[str, float | None]:
 
 def _over_k(history: History) -> int:
     """Tokens that entered a loss although they were over K, in any incarnation."""
-    limit = history.settings.get("max_staleness")
-    if not isinstance(limit, int):
+    if (limit := history.bound) is None:
         return 0
     return sum(count for step in history.every_step for staleness, count in step.staleness.items() if staleness > limit)
 

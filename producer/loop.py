@@ -29,6 +29,7 @@ from protocol.versions import Version
 
 _LOG = logging.getLogger(__name__)
 BEAT_S = 2.5
+_SWEEP_S = 5.0
 _LAG_S = 0.25
 _LEAVE_S = 1.0
 _SAID = 300
@@ -95,6 +96,7 @@ class ProducerLoop:
                 group.create_task(pool.watch(), name="producer:engines"),
                 group.create_task(sampler.watch(), name="producer:progress"),
                 group.create_task(self._heartbeats(work, pool, sampler), name="producer:heartbeats"),
+                group.create_task(self._sweep(ledger), name="producer:sweep"),
                 group.create_task(self._measure_lag(), name="producer:lag"),
             ]
             await self._live(stop, ledger, work, evaluation)
@@ -144,6 +146,14 @@ class ProducerLoop:
             self._stalls.see(status.waiting_for, status.waiting_since, time.time())
             await through_outage(lambda: self._presence.beat(self._here.producer_id, status), deadline_s=self._deadline_s)  # noqa: B023 - awaited at once
             await asyncio.sleep(self._beat_s)
+
+    async def _sweep(self, ledger: Ledger) -> None:
+        """Finish what others left half done (rule P1), for ever: on a cluster what was put stays only if somebody sweeps, and a run may be without a trainer
+        for longer than that. Blobs wait for the trainer. Waits for: time.
+        """
+        while True:
+            await through_outage(ledger.sweep, deadline_s=self._deadline_s)
+            await asyncio.sleep(_SWEEP_S)
 
     def _report(self, work: GroupWork, pool: EnginePool, sampler: Sampler) -> ProducerStatus:
         edge, since = work.waiting_for, work.waiting_since

@@ -18,8 +18,8 @@ _PAUSE_S = 0.5
 
 async def through_outage(call: Callable[[], Awaitable[T]], *, deadline_s: float, forgotten: tuple[type[Exception], ...] = ()) -> T:
     """The result of `call`, which is asked again while Redis is away, and at once where it lost writes (rule R1), which a slot's owner is told only once: what
-    that cost, the calls that follow tell, slot by slot. Only for calls that may be repeated, as all of the ledger's may. `forgotten`: what a ledger also
-    answers between its loss and the moment its trainer has told it again.
+    that cost, the calls that follow tell, slot by slot. Only for calls that may be repeated, as all of the ledger's may, and that wait for nothing but Redis:
+    the time counts from the first. `forgotten`: what a ledger also answers between its loss and the moment its trainer has told it again.
 
     Raises: `RedisUnavailable`, `LedgerRegressed`, or one of `forgotten`, once that has gone on for `deadline_s` seconds; with the first two the process then
     ends and is started again.

@@ -17,26 +17,26 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from buffer.audit import AuditSpill, read_audit
 from buffer.contract import Ledger
-from buffer.payloads import by_bytes
+from buffer.payloads import by_bytes, check_payload
 from buffer.recording import RecordedGroup, Recording, RecordingAbout
 from buffer.redis_ledger import RedisLedger
 from buffer.replay import self_contained
-from buffer.storage import Storage, claim_storage, open_storage
+from buffer.storage import Storage, claim_storage, open_storage, read_payloads
 from buffer.upkeep import upkeep
 from producer.config import RolloutOnlyConfig
 from producer.outage import through_outage
 from producer.stopping import unless
 from protocol.connection import Client
 from protocol.durable import make_folder
-from protocol.errors import ConfigError, ReplayGap, RunExists, RunMissing
+from protocol.errors import ConfigError, DecodeError, PayloadLost, ReplayGap, RunExists, RunMissing
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
-from protocol.messages import GroupHeader, Reason, TrainerStatus
+from protocol.messages import GroupHeader, Reason, Seq, SlotToken, TrainerStatus
 from protocol.objects import object_store
 from protocol.presence import Presence
 from protocol.versions import Version
@@ -152,7 +152,8 @@ class Recorder:
     """READY groups into a recording, then out of the ledger.
 
     Consumes: READY groups. Produces: recorded groups, free slots. Waits for: wake-up `ready`. Unblocked by: producers.
-    Invariant: a group leaves the ledger only after it is durable in the recording. It is recorded twice only where a kill fell between the two.
+    Invariant: a group leaves the ledger only after it is durable in the recording, or because it is lost: then it is made again. It is recorded twice only
+    where a kill fell between the two.
     """
 
     def __init__(
@@ -213,16 +214,29 @@ class Recorder:
         return True
 
     async def _take(self, batch: list[GroupHeader]) -> None:
-        payloads = await through_outage(lambda: self._ledger.payloads(batch), deadline_s=self._deadline_s)
-        await asyncio.to_thread(self._write, batch, payloads)
-        named = [(header.seq, header.token) for header in batch]
+        payloads = await through_outage(lambda: read_payloads(self._ledger, Storage(), 0, batch), deadline_s=self._deadline_s)  # READY: of no step, in Redis
+        written = await asyncio.to_thread(self._write, batch, payloads)
+        named = [(header.seq, header.token) for header in written]
         self.recorded += await through_outage(lambda: self._ledger.set_aside(self._incarnation, named), deadline_s=self._deadline_s)
         if self._blobs is not None:
-            await asyncio.to_thread(self._delete_blobs, batch)
+            await asyncio.to_thread(self._delete_blobs, written)
+        if lost := [(header.seq, header.token) for header in batch if (header.seq, header.token) not in named]:
+            await through_outage(lambda: self._ledger.set_aside(self._incarnation, lost, lost=True), deadline_s=self._deadline_s)
 
-    def _write(self, batch: list[GroupHeader], payloads: tuple[bytes, ...]) -> None:
-        groups = [RecordedGroup(header=header, payload=payload) for header, payload in zip(batch, payloads, strict=True)]
-        self._recording.write_groups([self_contained(group, self._blobs) for group in groups])
+    def _write(self, batch: list[GroupHeader], payloads: Mapping[tuple[Seq, SlotToken], bytes]) -> list[GroupHeader]:
+        """Those that are whole."""
+        found: list[GroupHeader] = []
+        groups: list[RecordedGroup] = []
+        for header in batch:
+            try:
+                payload = check_payload(header, payloads.get((header.seq, header.token)))
+                groups.append(self_contained(RecordedGroup(header=header, payload=payload), self._blobs))
+            except (DecodeError, PayloadLost) as problem:
+                _LOG.warning("group %d is not recorded and will be made again: %s", header.seq, problem)
+                continue
+            found.append(header)
+        self._recording.write_groups(groups)
+        return found
 
     def _delete_blobs(self, batch: list[GroupHeader]) -> None:
         """Their extras are in the recording now."""

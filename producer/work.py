@@ -9,6 +9,7 @@ reserved ──made──► storing ──► put            a slot that is los
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -122,7 +123,8 @@ class GroupWork:
     async def _reserve(self, n: int) -> tuple[Slot, ...]:
         """Up to `n` slots; none once the producer closes. A request that may have reached Redis is not cut short: its slots would have to expire."""
         try:
-            return await through_outage(lambda: self._buffer.reserve(n, self._max_bytes, self._blocked), deadline_s=self._deadline_s)
+            through = functools.partial(through_outage, deadline_s=self._deadline_s)
+            return await self._buffer.reserve(n, self._max_bytes, self._blocked, through=through)
         except RunEnded:
             self._on_run_ended()
         except _Closing:

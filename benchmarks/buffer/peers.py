@@ -112,7 +112,7 @@ class RayDeque:
 
 
 class TransferQueue:
-    """TransferQueue's key-value calls with `batch` groups an operation. Its client blocks, so it runs one operation at a time."""
+    """TransferQueue's asynchronous key-value calls with `batch` groups an operation."""
 
     server_cpu = staticmethod(children_cpu)
 
@@ -147,10 +147,9 @@ class TransferQueue:
         import transfer_queue as tq
         from tensordict import TensorDict
 
-        at = 0
-        for names in self._names:
+        async def one(number: int) -> None:
+            names, at = self._names[number], number * self._batch
             rollouts = [one for group in load.groups[at : at + len(names)] for one in group.rollouts]
-            at += len(names)
             columns = {
                 "tokens": torch.from_numpy(np.stack([one.tokens for one in rollouts])),
                 "logprobs": torch.from_numpy(np.stack([one.logprobs for one in rollouts])),
@@ -158,13 +157,17 @@ class TransferQueue:
                 "reward": torch.tensor([one.reward for one in rollouts]),
             }
             keys = [f"{name}-{i}" for name in names for i in range(len(rollouts) // len(names))]
-            tq.kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(columns, batch_size=len(keys)), tags=[{} for _ in keys])
+            await tq.async_kv_batch_put(keys=keys, partition_id="train", fields=TensorDict(columns, batch_size=len(keys)), tags=[{} for _ in keys])
+
+        await spread(len(self._names), one)
 
     async def get(self, load: Load) -> None:
         import transfer_queue as tq
 
-        for names in self._names:
-            tq.kv_batch_get(keys=[f"{name}-{i}" for name in names for i in range(8)], partition_id="train")
+        async def one(number: int) -> None:
+            await tq.async_kv_batch_get(keys=[f"{name}-{i}" for name in self._names[number] for i in range(8)], partition_id="train")
+
+        await spread(len(self._names), one)
 
     async def clear(self) -> None:
         import transfer_queue as tq

@@ -23,7 +23,7 @@ from buffer.client import TrainerBuffer
 from buffer.contract import ChunkRecord
 from buffer.journal_codec import encode_chunk
 from consumer.backend import Backend, StepReport, TrainingState, digest_now
-from consumer.batch import ChunkBatch
+from consumer.batch import ChunkBatch, ChunkFigures
 from consumer.config import TrainerDaemonConfig
 from consumer.ranks import figures, process_group
 from consumer.ranks.channel import Answer, Call, RankLost
@@ -161,7 +161,7 @@ class RankedCrew:
     def collate(self, chunks: Sequence[ChunkRecord], collate: Callable[[], list[ChunkBatch]], /) -> list[Collated]:
         first, last = chunks[0], chunks[-1]
         mine, answers = self._backend.ask(collate, Call.COLLATE, step=first.step, first=first.chunk, chunk=last.chunk)
-        shares = {self._share.rank: mine}
+        shares: dict[int, Sequence[ChunkFigures]] = {self._share.rank: mine}
         for answer in answers.values():
             if answer.share not in shares:
                 shares[answer.share] = [figures.heard(one) for one in answer.figures]

@@ -16,6 +16,7 @@ from buffer.contract import CheckpointRef, Granted
 from buffer.fork import Moved, RunCopy, copy_payloads, copy_stores, read_run, write_run
 from buffer.recording import RecordingAbout
 from buffer.redis_ledger import RedisLedger
+from buffer.replay import decoded
 from buffer.spill import Spiller
 from buffer.storage import claim_storage, open_storage
 from protocol.codec import digest, encode_group
@@ -182,6 +183,24 @@ async def test_what_a_fork_trains_is_what_the_other_run_had(world: World):
                 assert group.extras["experts"].tolist() == [header.seq] * 16
             await fork.trained(attachment.incarnation, step, f"other {step}", {})
     assert seen == [3, 4, 5, 6]
+
+
+async def test_recorded_steps_of_a_fork_have_blobs_of_its_own(world: World):
+    await world.train(1, 2, 3, 4)
+    await world.checkpoint(1, 2)
+    await world.spill(1, 4)
+    target = Keys(f"{world.keys.run}-b")
+    await asyncio.to_thread(copy_stores, await read_run(world.client, world.keys), target)
+    for path in (world.folder / "blobs" / world.keys.run).rglob("*"):
+        if path.is_file():
+            path.unlink()
+    of_fork = open_storage(world.settings, target.run)
+    assert of_fork.spill is not None
+    steps = of_fork.spill.steps()
+    assert steps == [2, 3, 4]
+    for step in steps:
+        ((_, [(header, group)]),) = decoded(of_fork.spill.read_step(step), of_fork.blobs)
+        assert group.extras["experts"].tolist() == [header.seq] * 16
 
 
 async def test_a_run_that_lets_go_of_what_is_copied_is_noticed_and_nothing_is_left(world: World):

@@ -387,6 +387,20 @@ async def test_what_is_ready_is_shown_in_the_order_of_selection_and_not_taken(wo
     assert (await world.ledger.status()).ready == 4
 
 
+async def test_ready_groups_whose_payloads_are_lost_are_made_again(world: Harness) -> None:
+    await world.start()
+    first, second = await world.produce(2, START)
+    with pytest.raises(Fenced):
+        await world.ledger.set_aside(0, [(first.seq, first.token)], lost=True)
+    assert await world.ledger.set_aside(1, [(first.seq, first.token), (second.seq, SlotToken("another"))], lost=True) == 1
+    assert await world.ledger.set_aside(1, [(first.seq, first.token)], lost=True) == 0
+    status = await world.ledger.status()
+    assert (status.ready, status.releases, status.dead, status.bytes_used) == (1, {Reason.PAYLOAD_LOST: 1}, {}, 50)
+    (slot,) = await world.reserve(1)
+    assert (slot.seq, slot.attempt) == (first.seq, 2)
+    assert await world.violations() == []
+
+
 async def test_recorded_groups_are_dead_and_their_capacity_is_free(world: Harness) -> None:
     await world.start(settings(max_attempts=1))
     first, second, third = await world.produce(3, START)

@@ -28,6 +28,13 @@ def test_the_worked_example_of_the_module() -> None:
     assert policy.cutoff(7) == 4
 
 
+@pytest.mark.parametrize("depth", [0.0, 0.5])
+def test_the_bound_is_read_from_an_audit_as_the_policy_has_it(depth: float) -> None:
+    config = settings(pipeline_depth=depth, max_staleness=3)
+    assert Policy.recorded_bound(config.model_dump(mode="json")) == Policy(config).bound
+    assert Policy.recorded_bound({}) is None
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_what_is_admitted_in_order_is_never_too_old_for_the_step_that_takes_it(max_staleness: int) -> None:
     policy = Policy(settings(max_staleness=max_staleness))

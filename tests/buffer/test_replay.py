@@ -55,6 +55,11 @@ async def train(world: Any, incarnation: int, step: int) -> list[tuple[bytes, by
     return given
 
 
+async def train_again(world: Any, incarnation: int, step: int) -> None:
+    await world.lease(incarnation, step)
+    await world.ledger.trained(incarnation, step, f"other{step}", {})
+
+
 async def spill(world: Any, storage: Storage, incarnation: int, last: int) -> None:
     """Move steps 1 to `last` out of the ledger's own store."""
     reader = JournalReader(world.ledger, Storage())
@@ -135,6 +140,28 @@ async def test_steps_are_chosen_by_number_by_policy_and_by_time(world: Any) -> N
             ReplayRange.parse(wrong)
 
 
+async def test_a_hole_in_a_step_that_is_not_asked_for_is_no_gap(world: Any, tmp_path: Path) -> None:
+    config = settings(spill=str(tmp_path / "spill"), retention=0)
+    incarnation = await world.start(config)
+    storage = open_storage(config, "run")
+    for step in range(1, 5):
+        await train(world, incarnation, step)
+    since = (await world.ledger.trained_step(3)).at
+    await spill(world, storage, incarnation, 2)
+    assert storage.spill is not None
+    for step in (1, 2):
+        holed = storage.spill.read_step(step)
+        storage.spill.write_step(dataclasses.replace(holed, at=since - 10 + step, payloads=tuple((b"", *rest) for _, *rest in holed.payloads)))
+    for step in (3, 4):
+        await world.checkpoint(incarnation, step)
+    assert (await world.ledger.status()).dropped == 2
+    reader = JournalReader(world.ledger, storage)
+    assert await reader.steps(ReplayRange(since=since)) == [3, 4]
+    assert await reader.steps(ReplayRange(until=since - 9)) == [1]
+    with pytest.raises(ReplayGap, match=r"step 1: the payload of group 0 was lost before it was recorded"):
+        await reader.read(1)
+
+
 async def taken(stream: AsyncGenerator[RecordedStep, None], count: int) -> list[tuple[int, int]]:
     """(step, incarnation) of the next `count`."""
     async with asyncio.timeout(20):
@@ -168,6 +195,59 @@ async def test_a_follower_is_known_takes_nothing_and_is_given_rewound_steps_agai
     assert await taken(stream, 1) == [(4, 2)]
     async with asyncio.timeout(20):
         assert await anext(stream, None) is None, "the run has drained"
+
+
+@pytest.mark.parametrize("trained_again", [2, 4])
+async def test_a_run_that_goes_back_while_a_step_is_read_ends_no_follower(world: Any, monkeypatch: pytest.MonkeyPatch, trained_again: int) -> None:
+    first = await world.start(settings())
+    for step in range(1, 5):
+        await train(world, first, step)
+        if step in (1, 2):
+            await world.checkpoint(first, step)
+    ledger, outcome_of, gone_back = world.ledger, world.ledger.trained_step, False
+
+    async def trained_step(step: int) -> Any:
+        nonlocal gone_back
+        outcome = await outcome_of(step)
+        if step < 4 or gone_back:
+            return outcome
+        gone_back = True
+        second = (await ledger.attach(next(one for one in (await ledger.status()).checkpoints if one.step == 2), trainer_id="t2")).incarnation
+        for again in range(3, trained_again + 1):
+            await train_again(world, second, again)
+        return None  # asked between the two
+
+    monkeypatch.setattr(ledger, "trained_step", trained_step)
+    stream = JournalReader(ledger, Storage()).follow("shadow-a", Wakeups(), 1)
+    assert await taken(stream, 3) == [(1, 1), (2, 1), (3, 1)]
+    if trained_again == 4:
+        assert await taken(stream, 2) == [(3, 2), (4, 2)]
+    else:
+        following = asyncio.create_task(anext(stream), name="follow")
+        while not gone_back:
+            await asyncio.sleep(0)
+        await train_again(world, 2, 3)
+        async with asyncio.timeout(20):
+            assert (await following).incarnation == 2
+    await stream.aclose()
+
+
+async def test_what_the_spill_has_of_a_line_that_was_given_up_is_a_gap_and_no_step_for_ever(world: Any, tmp_path: Path) -> None:
+    config = settings(spill=str(tmp_path / "spill"), retention=0)
+    first = await world.start(config)
+    storage = open_storage(config, "run")
+    for step in (1, 2):
+        await train(world, first, step)
+    await spill(world, storage, first, 2)
+    second = (await world.ledger.attach(None, trainer_id="t2")).incarnation
+    for step in (1, 2):
+        await train_again(world, second, step)
+        await world.ledger.spilled(second, step)  # and never wrote it
+        await world.checkpoint(second, step)
+    assert (await world.ledger.status()).dropped == 1
+    stream = JournalReader(world.ledger, storage).follow("shadow-a", Wakeups(), 1)
+    with pytest.raises(ReplayGap, match=r"step 1 is held only as incarnation 1 trained it"):
+        await taken(stream, 1)
 
 
 async def test_steps_whose_weights_came_out_equal_do_not_come_again(world: Any) -> None:

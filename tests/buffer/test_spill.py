@@ -180,6 +180,30 @@ async def test_a_rewind_trains_on_spilled_payloads_and_their_extras(world: Harne
         await world.ledger.trained(second, step, f"w{step}", {})
 
 
+async def test_a_step_trained_again_from_the_spill_is_recorded_anew(world: Harness, tmp_path: Path) -> None:
+    """Its record is of weights that were given up: a reader of the line would be told of them for ever."""
+    config = config_of(tmp_path, byte_budget=14_000, retention=0)
+    incarnation = await world.start(config)
+    storage = open_storage(config, "demo")
+    put = {step: await train(world, storage, incarnation, step, extras={"experts": EXPERTS}) for step in range(1, 6)}
+    assert await Spiller(world.ledger, storage, incarnation).flush() > 0
+    second = (await world.ledger.attach(None, trainer_id="next")).incarnation
+    await world.serve(Version(second, 0))
+    for step in range(1, 6):
+        await chunks_of(world, second, step)
+        await world.ledger.trained(second, step, f"other{step}", {})
+    for step in (4, 5):
+        await world.checkpoint(second, step)
+    await Spiller(world.ledger, storage, second).flush()
+    await world.checkpoint(second, 5)
+    assert (await world.ledger.status()).dropped == 4
+    assert storage.spill is not None
+    again = {step: storage.spill.read_step(step) for step in storage.spill.steps()}
+    assert {step: (one.incarnation, one.digest) for step, one in again.items()} == {step: (second, f"other{step}") for step in again}
+    assert {step: payloads_by_seq(one) for step, one in again.items()} == {step: put[step] for step in again}
+    assert await world.violations() == []
+
+
 async def test_a_payload_that_is_in_neither_place_is_lost_and_leaves_a_hole_that_is_told(
     world: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,7 +128,9 @@ class Pair:
         assert isinstance(answers, list)
         if answers[0] and self.random.random() < 0.3:
             chosen = [[(headers[-1].seq, headers[-1].token)] * 2 for headers in answers]
-            await self.same("set aside", *(one.ledger.set_aside(self.incarnation, groups) for one, groups in zip(self.both, chosen, strict=True)))
+            lost = self.random.random() < 0.3
+            calls = (one.ledger.set_aside(self.incarnation, groups, lost=lost) for one, groups in zip(self.both, chosen, strict=True))
+            await self.same("set aside", *calls)
 
     async def _follow(self) -> None:
         step = self.random.randint(1, self.trained + 2)

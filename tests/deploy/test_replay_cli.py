@@ -257,6 +257,26 @@ def test_groups_go_from_one_run_into_another(
     assert asked(trained.url, keys, lambda ledger: ledger.status()).ready == 2, "an export takes nothing"
 
 
+def test_an_export_of_a_run_that_goes_on_leaves_out_what_is_gone_and_says_how_many(
+    trained: Trained, other: tuple[Path, Keys], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, keys = other
+    steps, out = tmp_path / "steps.jsonl", tmp_path / "ready.jsonl"
+    assert main(["export", "-c", str(trained.file), "--steps", "1", "--out", str(steps)]) == 0
+    assert main(["import", "-c", str(file), str(steps), "--as-version", "keep"]) == 0
+    ready = RedisLedger.ready
+
+    async def and_one_leaves(ledger: RedisLedger, count: int) -> tuple[GroupHeader, ...]:
+        headers = await ready(ledger, count)
+        await ledger._client.delete(keys.payload(headers[0].seq, headers[0].attempt, headers[0].token))
+        return headers
+
+    monkeypatch.setattr(RedisLedger, "ready", and_one_leaves)
+    assert main(["export", "-c", str(file), "--buffered", "--out", str(out)]) == 0
+    assert f"1 groups are in {out}; 1 more were gone from the buffer before they were read" in capsys.readouterr().out
+    assert len(list(Export(out).groups())) == 1
+
+
 def test_an_export_that_is_stopped_writes_nothing_and_blames_no_configuration(trained: Trained, tmp_path: Path) -> None:
     out = tmp_path / "groups.jsonl"
 

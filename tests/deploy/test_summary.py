@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from io import StringIO
 from pathlib import Path
@@ -14,6 +15,7 @@ from deploy.summary import read_summary, spread, summarise, table, window_means,
 from protocol.connection import Client
 from protocol.identity import RunIdentity
 from protocol.keys import Keys
+from protocol.messages import JsonValue
 from tests.deploy.recorded import Recorder, ledger_status, small_run
 
 
@@ -75,6 +77,14 @@ def test_tokens_over_k_are_found_in_every_incarnation() -> None:
     run.trained(11, 3, [4, 5], reward=0.5, staleness={"3": 1, "4": 7})
     summary = summarise(run.events, run.witness)
     assert (summary["over_k_tokens"], summary["steps_over_k"]) == (7, 1)
+
+
+def test_on_policy_every_token_that_is_not_fresh_is_over_k() -> None:
+    run = small_run()
+    settings: dict[str, JsonValue] = {"groups_per_step": 2, "pipeline_depth": 0.0, "max_staleness": 3}
+    run.events[0] = dataclasses.replace(run.events[0], fields={"identity": {}, "settings": settings})
+    summary = summarise(run.events, run.witness)
+    assert (summary["max_staleness"], summary["over_k_tokens"], summary["steps_over_k"]) == (0, 20, 1)
 
 
 def test_a_group_that_nobody_has_is_lost_and_without_the_ledger_nobody_can_tell() -> None:

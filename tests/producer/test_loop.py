@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from buffer.client import ProducerBuffer
+from buffer.redis_ledger import RedisLedger
 from producer.config import ProducerDaemonConfig
 from producer.election import Election
 from producer.engine.client import EngineClient, Sampling
@@ -112,6 +113,21 @@ async def test_a_first_evaluation_that_blocks_the_run_is_the_edge_it_reports_and
         stop.set()
     assert [event["phase"] for event in await stage.audit("eval")] == ["first"]
     assert sum("generation is blocked" in record.message and "first evaluation" in record.message for record in caplog.records) == 1
+
+
+async def test_a_run_without_a_live_trainer_is_swept_by_its_producers(stage: Any) -> None:
+    parts, engine = await parts_of(stage), await stage.engine("a")
+    engine.behave = lambda _: "hang"
+    left = stage.keys.payload(77, 1, "token")
+    await stage.redis.set(left, b"of a process that died before it deleted it")
+    await stage.redis.sadd(stage.keys.key("doomed"), "77:1:token")
+    ledger, stop = RedisLedger(stage.redis, stage.keys, cluster=True), asyncio.Event()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        tasks.create_task(parts.loop.run(stop, ledger=ledger, pool=parts.pool, work=parts.work, sampler=parts.sampler, evaluation=None), name="loop")
+        while await stage.redis.exists(left):
+            await parts.presence.news.get()
+        stop.set()
+    assert await stage.redis.scard(stage.keys.key("doomed")) == 0
 
 
 async def test_a_first_evaluation_on_engines_of_its_own_holds_up_no_group(stage: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer.blobs import BlobStore
 from buffer.config import BufferConfig
 from buffer.contract import Granted, RunState
 from buffer.recording import Recording
@@ -24,7 +25,7 @@ from protocol.codec import decode_group, digest, encode_group
 from protocol.config import validate
 from protocol.errors import ConfigError, Fenced, RunExists
 from protocol.keys import Keys
-from protocol.messages import GroupHeader, Reason, Rollout, RolloutGroup, Span, TrainerStatus
+from protocol.messages import BlobRef, GroupHeader, Reason, Rollout, RolloutGroup, Span, TrainerStatus
 from protocol.objects import object_store
 from protocol.presence import Presence
 from protocol.versions import Version
@@ -208,8 +209,8 @@ async def test_a_model_without_weights_is_refused_before_the_run_is_made(stage: 
 # -- the recorder --------------------------------------------------------------------------------------------------------------------------------
 
 
-async def put(stage: Any, count: int) -> list[tuple[int, bytes]]:
-    """READY groups; (seq, payload) of each."""
+async def put(stage: Any, count: int, *, blobs: dict[int, dict[str, BlobRef]] | None = None) -> list[tuple[int, bytes]]:
+    """READY groups; (seq, payload) of each. `blobs`: their extras, by seq."""
     granted = await stage.ledger.reserve("p", f"put-{count}", count, max_bytes=2000, served=FIRST)
     assert isinstance(granted, Granted)
     made = []
@@ -231,6 +232,7 @@ async def put(stage: Any, count: int) -> list[tuple[int, bytes]]:
             rewards=(1.0,),
             payload_bytes=len(payload),
             payload_digest=digest(payload),
+            blobs=(blobs or {}).get(slot.seq, {}),
         )
         await stage.ledger.put(header, payload)
         made.append((slot.seq, payload))
@@ -290,6 +292,28 @@ async def test_a_disk_that_is_full_keeps_groups_ready_and_is_tried_again(stage: 
     assert tries == [2, 2]
     assert [group.header.seq for group in recording(tmp_path / "out").groups()] == [seq for seq, _ in made]
     assert (await stage.ledger.status()).state is RunState.DRAINING
+
+
+@pytest.mark.parametrize("blobs", [False, True])
+async def test_a_lost_payload_is_left_out_and_made_again(stage: Any, tmp_path: Path, blobs: bool) -> None:
+    """Of three groups the second is lost: its payload, or an extra of it in the blob store."""
+    await attached(stage)
+    extra = {"experts": BlobRef(name="gone/experts", bytes=4, digest="d", dtype="<i4", shape=(1,))} if blobs else {}
+    made = await put(stage, 3, blobs={1: extra})
+    if not blobs:
+        (lost,) = [header for header in await stage.ledger.ready(3) if header.seq == 1]
+        await stage.redis.delete(stage.keys.payload(lost.seq, lost.attempt, lost.token))
+    found = Recorder(
+        *(stage.ledger, stage.wakeups, recording(tmp_path / "out"), Storage(blobs=BlobStore(object_store(str(tmp_path), key="b"), stage.keys.run))),
+        incarnation=1,
+        already=0,
+        groups=None,
+        deadline_s=5.0,
+    )
+    await found.run(stopped())
+    assert [group.header.seq for group in recording(tmp_path / "out").groups()] == [made[0][0], made[2][0]]
+    status = await stage.ledger.status()
+    assert (found.recorded, status.ready, status.released, status.dead, status.releases) == (2, 0, 1, {Reason.RECORDED: 2}, {Reason.PAYLOAD_LOST: 1})
 
 
 async def test_it_takes_no_more_than_is_asked_for_over_all_its_lives(stage: Any, tmp_path: Path) -> None:

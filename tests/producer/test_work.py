@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from buffer.client import ProducerBuffer
-from buffer.contract import Granted
+from buffer.contract import Blocked, Granted
 from producer.engine.client import EngineClient, Sampling, open_session
 from producer.outage import through_outage
 from producer.pace import Load
@@ -20,7 +21,7 @@ from producer.sampler import Sampler
 from producer.source import PromptSource
 from producer.stopping import unless
 from producer.work import GroupWork
-from protocol.errors import RedisUnavailable
+from protocol.errors import LedgerRegressed, RedisUnavailable
 from protocol.groups import payload_bound
 from protocol.messages import Edge, Reason
 from protocol.versions import Version
@@ -207,6 +208,34 @@ async def test_a_finished_group_is_held_while_redis_is_away_and_put_when_it_is_b
         await until(stage, lambda: bench.work.tally.put == 2)
     assert buffer.failures == 0
     assert (await stage.ledger.status()).ready == 2
+
+
+@pytest.mark.parametrize("problem", [LedgerRegressed("staged"), RedisUnavailable("staged")])
+async def test_a_wait_for_a_slot_longer_than_the_deadline_leaves_redis_its_whole_deadline(
+    stage: Any, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    monkeypatch.setattr("producer.outage._PAUSE_S", 0.01)
+    now_s, real, asked = 0.0, stage.ledger.reserve, 0
+    monkeypatch.setattr("producer.outage.time", SimpleNamespace(monotonic=lambda: now_s))
+    config = stage.config()
+    prepared = await stage.create(config, pipeline_depth=0.0)
+    await stage.engine("a")
+
+    async def reserve(*args: Any, **known: Any) -> Any:
+        nonlocal now_s, asked
+        if asked == 1:
+            asked += 1
+            raise problem
+        answer = await real(*args, **known)
+        if isinstance(answer, Blocked):
+            now_s += 60  # the deadline is 1 s
+            asked += 1
+        return answer
+
+    monkeypatch.setattr(stage.ledger, "reserve", reserve)
+    async with working(stage, config, prepared) as bench:
+        await until(stage, lambda: asked >= 3)
+        assert bench.work.waiting_for is Edge.NO_SLOT
 
 
 class Forgetful(ProducerBuffer):

@@ -14,7 +14,7 @@ end
 -- It was trained now; so many bytes of payloads are here.
 local function end_step(step, incarnation, bytes)
   call('HSET', ENDS, step, incarnation .. ':' .. whole(now_ms()) .. ':' .. whole(bytes_up_to(step - 1) + bytes))
-  if bytes > 0 and num('spilled') >= step then call('HSET', STATE, 'spilled', step - 1) end -- what the spill has of it is of a line that was given up
+  if num('spilled') >= step then call('HSET', STATE, 'spilled', step - 1) end -- what the spill has of it is of a line that was given up
 end
 
 -- The newest step that may leave the journal: the oldest kept checkpoint covers it, and it is over a limit of the retention.
