@@ -38,6 +38,8 @@ _ASK_S = 5.0
 _WITHHELD = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_RETURN_ORIGINAL_LOGPROB"})
 """What a server must not inherit: where this host's modules lie, and a wish for logprobs before temperature, which nothing was sampled from."""
 _CORES, _MOST_RANKS = "SGLANG_CPU_OMP_THREADS_BIND", 16
+_NO_COMPILER = "TORCHDYNAMO_DISABLE"
+"""Ranks compile how they share the embedding at the first request: C++ by g++, which a machine need not have, and which takes longer than it saves."""
 _USAGE = 2
 """The exit code of a command line that was not understood."""
 _REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
@@ -241,7 +243,8 @@ def _environment(settings: EngineConfig) -> Mapping[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     if settings.device == "cpu":
-        ours |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", _CORES: os.environ.get(_CORES) or _cores(_MOST_RANKS)}
+        ours |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        ours |= {_CORES: os.environ.get(_CORES) or _cores(_MOST_RANKS), _NO_COMPILER: os.environ.get(_NO_COMPILER, "1")}
     return {name: value for name, value in os.environ.items() if name not in _WITHHELD} | ours
 
 
