@@ -215,6 +215,8 @@ def kind_of(config: EngineHostConfig, index: int, *, node: int = 0) -> Kind:
             f"engine.max_length {engine.max_length} is below the {_longest(config)} tokens of rollout.max_prompt_tokens and max_new_tokens: raise it, or use 0"
         )
     check_adapters(config.lora, config.weights, config.placement)
+    if engine.nodes > 1 and config.weights.transport == "ipc":
+        raise ConfigError('engine.nodes with weights.transport "ipc": memory of one machine\'s GPUs is handed over; use "store", "delta", "nccl" or "gloo"')
     if engine.nodes > 1 and config.lora.adapters:
         raise ConfigError('engine.nodes with lora.publish "adapter": adapters are loaded by one machine alone; use "merged", or one node')
     if engine.nodes > 1 and config.shares_device(index):

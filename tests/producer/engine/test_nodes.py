@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from producer.engine import host, node, nodes
+from producer.engine.host import EngineHostConfig
 from producer.engine.hosted import Meeting
 from producer.engine.node import run_node
 from producer.engine.nodes import NodeCall, Nodes, NodeStatus, RollCall
 from producer.engine.sglang import engine, watch
+from protocol.config import validate
 from protocol.errors import ConfigError, TransportFailed
 from protocol.messages import EngineId, EngineState
 from tests.producer.engine.hosting import Run
@@ -210,6 +212,22 @@ async def test_a_node_that_cannot_be_part_of_the_engine_says_why(run: Run, tmp_p
     with pytest.raises(ConfigError, match=message):
         await run_node(run.config(**sections), 0, 1, asyncio.Event())
     assert parts(run, "sglang-0-node-1.log") == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"weights": {"transport": "ipc"}}, "memory of one machine"),
+        ({"lora": {"rank": 4, "publish": "adapter"}}, "adapters are loaded by one machine alone"),
+        ({"placement": {"layout": "colocated"}}, "take no turns"),
+        ({"engine": {"kind": "sglang", "nodes": 2, "tp": 3}}, "each node must have as many"),
+    ],
+)
+async def test_what_no_engine_over_several_machines_can_do_is_refused(run: Run, tmp_path: Path, sections: dict[str, Any], message: str):
+    wanted = two_nodes(program(tmp_path, IDLE)) | sections
+    merged = {name: run.values.get(name, {}) | wanted.get(name, {}) for name in (*run.values, *wanted)}
+    with pytest.raises(ConfigError, match=message):
+        host.kind_of(validate(EngineHostConfig, merged, source="test"), 0)
 
 
 async def test_a_rank_that_there_is_not_is_refused(run: Run, tmp_path: Path):
