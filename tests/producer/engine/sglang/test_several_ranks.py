@@ -34,7 +34,7 @@ WAIT_S = 600.0
 
 
 def two_ranks(run: Run, **engine: Any) -> dict[str, Any]:
-    kind = {"kind": "sglang", "device": "cpu", "python": interpreter(), "slots": 4, "tp": 2, "max_length": 500}
+    kind = {"kind": "sglang", "device": "cpu", "python": interpreter(), "dtype": "float32", "slots": 4, "tp": 2, "max_length": 500}
     return {"engine": kind | engine, "weights": {"transport": "gloo" if "nodes" in engine else "store"}}
 
 
