@@ -35,7 +35,7 @@ from producer.engine.desk import Desk
 from producer.engine.hosted import EngineFault, Hosted, Kind, Misfit
 from producer.engine.key import admin_key, engine_key
 from producer.engine.kinds import make_kind
-from producer.engine.nodes import Nodes
+from producer.engine.nodes import NodeMissing, Nodes
 from producer.engine.turns import DeviceTurns
 from producer.stopping import unless
 from protocol.config import ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Tree
@@ -114,7 +114,7 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
             rest_s, vain, lives = _REST_S, 0, _Lives()
             while (fault := await _life(config, index, stop, kind=kind, lives=lives, store=store, client=client, waker=waker)) is not None:
                 lives.count += 1
-                vain = 0 if fault.was_ready else vain + 1
+                vain = 0 if fault.was_ready or isinstance(fault.problem, NodeMissing) else vain + 1
                 if not kind.lives_on or 0 < kind.start_tries <= vain:
                     raise fault.problem
                 rest_s = _REST_S if fault.was_ready else min(2 * rest_s, _LONGEST_REST_S)
@@ -393,7 +393,7 @@ class _Host:
             except EngineFault as problem:
                 if self._nodes is None or not self._nodes.trouble:
                     raise
-                raise EngineFault(f"{self._nodes.trouble}; {problem}") from problem
+                raise NodeMissing(f"{self._nodes.trouble}; {problem}") from problem
         self._misfit, self.was_ready = "", True
         await self._registry.beat(self._status(EngineState.STARTING))  # what is known from here on, before anybody is sent to it
         async with asyncio.TaskGroup() as group:

@@ -35,6 +35,10 @@ _LOOK_S = 0.1
 _CALL, _NODE = "engine-call", "engine-node"
 
 
+class NodeMissing(EngineFault):
+    """This life came to nothing as another node was not there to begin it; waiting on for that one is right."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCall:
     """One life of an engine, for its other nodes to join."""

@@ -238,6 +238,13 @@ async def test_a_rank_that_there_is_not_is_refused(run: Run, tmp_path: Path):
         await run_node(run.config(), 0, 1, asyncio.Event())
 
 
+async def test_node_0_waits_for_another_however_long_it_takes(run: Run, tmp_path: Path):
+    """A server that is not there three times in a row ends the host; one that had nobody to begin with does not."""
+    async with run.hosted(asyncio.Event(), **two_nodes(program(tmp_path, IDLE), start_seconds=0.1)) as hosting:
+        await until(lambda: len(parts(run, "sglang-0.log")) > 4)
+        assert not hosting.done()
+
+
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 async def test_an_engine_that_lost_a_node_begins_again_on_all_and_serves_the_newest_version(run: Run, model_b: Path, tmp_path: Path):
