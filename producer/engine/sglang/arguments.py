@@ -50,6 +50,7 @@ _ALLOWED = {
     "--disaggregation-mode": ("null", "neither half of such a pair writes a token by itself, by which every update is proven; run both as one server"),
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
+_REPLICAS = ("--dp-size", "--data-parallel-size", "--dp")
 _STAGES = ("--pp-size", "--pipeline-parallel-size")
 _FP8, _RELOADABLE = ("--quantization", "fp8"), ("--load-format", "flash_rl")
 
@@ -83,7 +84,8 @@ def server_arguments(
     slots = settings.slots
     return (
         str(LAUNCH),
-        *("--model-path", model, "--host", settings.host, "--port", str(place.port), "--nccl-port", str(place.rendezvous_port)),
+        *("--model-path", model, "--host", settings.host, "--port", str(place.port)),
+        *(() if _replicas_apart(settings) else ("--nccl-port", str(place.rendezvous_port))),
         *("--weight-version", f"boot:{place.boot_nonce}", "--random-seed", str(place.seed % (1 << 31))),
         *("--tp-size", str(settings.tp), "--max-running-requests", str(slots), "--max-queued-requests", str(settings.max_queued), *dtype),
         *(_for_nodes(settings, place) if settings.nodes > 1 else ()),
@@ -115,6 +117,12 @@ def _for_cpu(settings: EngineConfig, longest: int, context: int) -> Iterator[str
         "0.2",
         "--sleep-on-idle",
     )
+
+
+def _replicas_apart(settings: EngineConfig) -> bool:
+    """Replicas without data-parallel attention are process groups of their own, and each would want the one port: SGLang chooses theirs then."""
+    given = dict(_named(settings.args))
+    return any(given.get(flag, "1") != "1" for flag in _REPLICAS) and "--enable-dp-attention" not in given
 
 
 def _for_nodes(settings: EngineConfig, place: Place) -> Iterator[str]:

@@ -109,6 +109,13 @@ def test_whatever_else_sglang_knows_passes_through(args: tuple[str, ...]):
     assert set(args) <= set(server_arguments(EngineConfig(kind="sglang", args=args), PLACE, model="/m", longest=24, context=0))
 
 
+def test_replicas_that_are_groups_of_their_own_do_not_share_a_port():
+    """The second one of them ended with EADDRINUSE."""
+    assert "--nccl-port" not in arguments(args=("--dp-size", "2"))
+    assert arguments(args=("--dp-size", "2", "--enable-dp-attention"))["--nccl-port"] == "31001", "one group of all"
+    assert arguments(args=("--dp-size", "1"))["--nccl-port"] == "31001"
+
+
 def test_each_machine_of_an_engine_is_told_its_rank_and_where_to_meet():
     def started(rank: int, **settings: object) -> dict[str, str]:
         place = dataclasses.replace(PLACE, node_rank=rank, meeting="10.0.0.1:5000")
