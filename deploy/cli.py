@@ -59,6 +59,12 @@ def _parser(*, demo_wanted: bool) -> argparse.ArgumentParser:
     )
     engine = _with_file(commands, "engine", _engine, "one engine host: an engine with its reconciler")
     engine.add_argument("--index", type=_index, default=0, metavar="I", help="which of the run's engines this is: 0, 1, …")
+    engine.add_argument("--node-rank", type=_index, default=0, metavar="K", help="of an engine over several machines (engine.nodes): 1, 2, … on the others")
+    engine.description = (
+        "The host of one engine: it starts or follows the engine, brings it every version and watches it. With --node-rank K: the part of the engine on one "
+        "more machine, started with each start of its node 0. Exit codes: 0 the run is over or it was stopped, 1 fault, 2 bad configuration, 3 another "
+        "process took its place, 75 Redis does not answer."
+    )
     _add_carriers(commands)
     _add_eval(commands)
     _add_export_model(commands)
@@ -225,10 +231,13 @@ def _scale(options: argparse.Namespace) -> int:
 
 def _engine(options: argparse.Namespace) -> int:
     from producer.engine.host import EngineHostConfig, run_host
+    from producer.engine.node import run_node
     from protocol.config import load
     from protocol.daemon import run_daemon
 
     config = load(EngineHostConfig, options.config, sets=options.set)
+    if options.node_rank:
+        return run_daemon(f"engine-{options.index}-node-{options.node_rank}", lambda stop: run_node(config, options.index, options.node_rank, stop))
     return run_daemon(f"engine-{options.index}", lambda stop: run_host(config, options.index, stop))
 
 

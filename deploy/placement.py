@@ -162,7 +162,7 @@ def demand_of(config: UpConfig) -> Demand:
         critic=config.trainer.advantage == GAE,
         engines=engine.count,
         engine_gpus=placement.engine_gpus or of_kind,
-        engine_nodes=placement.engine_nodes,
+        engine_nodes=max(placement.engine_nodes, engine.nodes),
         eval_engines=config.eval.engines,
         reward_engines=placement.reward_engines,
         reward_gpus=placement.reward_gpus,

@@ -118,8 +118,11 @@ class EngineControl:
         return _taken(self.url, "a checksum", await self._call("POST", "/weights_checker", {"action": "checksum"}, deadline_s))
 
     async def update_from_disk(self, path: str, version: str, *, deadline_s: float) -> None:
-        """Load the model folder `path` and call it `version`. Raises: `ApplyFailed` with the engine's own words."""
-        body = {"model_path": path, "weight_version": version, "flush_cache": False, "abort_all_requests": False}
+        """Load the model folder `path` and call it `version`. Raises: `ApplyFailed` with the engine's own words.
+
+        The format is that of the folder: without a word SGLang takes the one it was started with, and one started with flash_rl, which reads none twice, ends.
+        """
+        body = {"model_path": path, "load_format": "auto", "weight_version": version, "flush_cache": False, "abort_all_requests": False}
         _taken(self.url, version, await self._call("POST", "/update_weights_from_disk", body, deadline_s))
 
     async def load_adapter(self, name: str, path: str, *, deadline_s: float) -> None:

@@ -33,6 +33,9 @@ from benchmarks.weights.following import Following
 from benchmarks.weights.random_model import vocabulary
 from benchmarks.weights.served import weight_server
 from deploy.redis_server import redis_server
+from producer.engine.config import EngineConfig
+from producer.engine.desk import Desk
+from producer.engine.sglang.engine import SGLangServer
 from protocol.connection import connect
 from protocol.keys import Keys
 from protocol.versions import Version
@@ -41,8 +44,9 @@ from weightsync.config import WeightsConfig
 
 _HERE = Path(__file__).parent
 _WAYS = ("nccl", "gloo", "ipc", "store", "delta")
-_TRAINER_GPU, _ENGINE_GPU = 1, 0
 _LIVE_S, _CHECK_TOKENS, _PORT = 90.0, 32, 31100
+_START_S = 600.0
+_ON_CPU = ("--disable-radix-cache",)  # as on GPUs: the same prompt is compared after each update
 _AGREES = 0.15
 """Nats, the mean of absolute differences. SGLang and transformers in bfloat16 differ by 0.02 to 0.05, two random models by more than 5."""
 _ROW_S = {"tiny": 120.0, "small": 150.0, "large": 240.0}
@@ -56,6 +60,7 @@ class Engine:
     url: str
     boot_nonce: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     process: asyncio.subprocess.Process | None = None
+    stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     @property
     def name(self) -> str:
@@ -77,6 +82,16 @@ class Bench:
         self.redis = ""
         self.rows: list[dict[str, Any]] = []
 
+    @property
+    def engine_gpus(self) -> range:
+        return range(self.options.tp)
+
+    @property
+    def trainer_gpu(self) -> int:
+        """Beside the first of the engine's where it has both."""
+        given: int = self.options.trainer_gpu
+        return given if given >= 0 else int(self.options.tp == 1)
+
     def note(self, **row: Any) -> None:
         row = {"size": self.options.size, **row}
         self.rows.append(row)
@@ -93,19 +108,40 @@ class Bench:
         options, port = self.options, _PORT + index
         engine = Engine(index, f"http://127.0.0.1:{port}")
         started = time.monotonic()
-        if options.dry:
+        if options.dry and options.python:
+            await self._start_on_cpu(engine, port)
+        elif options.dry:
             argv = [sys.executable, "-m", "benchmarks.weights.engine", str(self.model), str(port), engine.boot_nonce]
             with self.log(engine.name).open("ab") as log:
                 engine.process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log)
             await _answers(engine.url, 60.0)
         else:
             memory = ["--mem-fraction-static", "0.4" if not index else "0.2", "--max-total-tokens", "65536"]
-            flags = [*memory, "--weight-version", f"boot:{engine.boot_nonce}", *options.flags.split()]
-            await _script("serve", engine.name, str(_ENGINE_GPU), str(port), str(self.model), *flags, deadline_s=260.0)
+            flags = [*memory, "--weight-version", f"boot:{engine.boot_nonce}", "--tp-size", str(options.tp), *options.flags.split()]
+            gpus = ",".join(map(str, self.engine_gpus))
+            await _script("serve", engine.name, gpus, str(port), str(self.model), *flags, deadline_s=260.0)
         self.engines.append(engine)
         await self.warm_up(engine)
         self.note(row="start", engine=engine.name, seconds=time.monotonic() - started)
         return engine
+
+    async def _start_on_cpu(self, engine: Engine, port: int) -> None:
+        """SGLang as an engine host starts it on a CPU: as many ranks, by gloo."""
+        options = self.options
+        settings = EngineConfig(
+            kind="sglang",
+            device="cpu",
+            python=options.python,
+            port=port,
+            slots=8,
+            tp=options.tp,
+            args=_ON_CPU + tuple(options.flags.split()),
+            start_seconds=_START_S,
+        )
+        kind = SGLangServer(settings, index=0, model=str(self.model), longest=1024, seed=lambda _: 1, log=self.log(engine.name))
+        session = await engine.stack.enter_async_context(aiohttp.ClientSession())
+        life = await engine.stack.enter_async_context(kind.life(engine.boot_nonce, Desk(session)))
+        await life.ready()
 
     async def warm_up(self, engine: Engine) -> None:
         """The first requests compile kernels."""
@@ -114,7 +150,9 @@ class Bench:
 
     async def stop_engine(self, engine: Engine) -> None:
         self.engines.remove(engine)
-        if engine.process is not None:
+        if self.options.python:
+            await engine.stack.aclose()
+        elif engine.process is not None:
             engine.process.terminate()
             await engine.process.wait()
         else:
@@ -176,14 +214,25 @@ class Bench:
             await self.trainer.ask("open", run=run, redis=self.redis, weights=weights, deadline_s=60)
             stack.push_async_callback(self.trainer.ask, "close", run=run, deadline_s=60)
             # On the trainer's GPU for a collective, on the engine's for handles.
-            gpu = _ENGINE_GPU if transport == "ipc" else _TRAINER_GPU
+            gpu = self.engine_gpus[0] if transport == "ipc" else self.trainer_gpu
+            if transport == "nccl" and gpu in self.engine_gpus and not self.options.dry:
+                raise Failed(f"NCCL refuses two ranks on one GPU, and {gpu} is the sender's and the engine's: give the trainer another by --trainer-gpu")
             env = {"CUDA_VISIBLE_DEVICES": str(gpu), "NCCL_CUMEM_ENABLE": "0"}
             await stack.enter_async_context(weight_server(run, self.redis, weights, client=client, log=self.log(f"weight-server-{name}"), env=env))
             following: dict[str, Following] = {}
             for engine in engines:
                 session = await stack.enter_async_context(aiohttp.ClientSession(trace_configs=[calls.trace()]))
                 one = Following(
-                    run, engine.name, engine.boot_nonce, engine.url, client=client, waker=waker, session=session, config=WeightsConfig(**weights), kind="sglang"
+                    run,
+                    engine.name,
+                    engine.boot_nonce,
+                    engine.url,
+                    client=client,
+                    waker=waker,
+                    session=session,
+                    config=WeightsConfig(**weights),
+                    kind="sglang",
+                    ranks=self.options.tp,
                 )
                 following[engine.name] = await stack.enter_async_context(one)
             probe = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)))
@@ -198,7 +247,7 @@ class Bench:
                 for engine in engines:
                     told = await self.update(engine, out, following, calls, loads)
                     told["logprob_difference"] = await self.compare(probe, engine)
-                    told["right"] = told["logprob_difference"] < _AGREES
+                    told["right"] = told["logprob_difference"] < self.options.agrees
                     self.note(row=name, engine=engine.name, round=n, step=kind, **told)
                 await asyncio.sleep(1.5)
             for engine_name, load in loads.items():
@@ -275,7 +324,7 @@ class Bench:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 self.redis = await stack.enter_async_context(redis_server(self.work / f"redis-{uuid.uuid4().hex[:6]}", appendfsync="no"))
-                device = "cpu" if options.dry else f"cuda:{_TRAINER_GPU}"
+                device = "cpu" if options.dry else f"cuda:{self.trainer_gpu}"
                 self.trainer = await stack.enter_async_context(self.child("trainer", ["benchmarks.weights.trainer", device, options.size, str(self.model)]))
                 started = time.monotonic()
                 await self.trainer.ask("step", kind="fresh", seed=1, deadline_s=180)
@@ -383,6 +432,10 @@ def main() -> int:
     parser.add_argument("--bucket-mb", type=int, default=512)
     parser.add_argument("--minutes", type=float, default=9.0, help="no row goes on past this")
     parser.add_argument("--flags", default="", help="more flags of the SGLang servers")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of each engine, from the first on")
+    parser.add_argument("--trainer-gpu", type=int, default=-1, help="default: the second, or the first where an engine has several")
+    parser.add_argument("--agrees", type=float, default=_AGREES, help="nats up to which a round is right; quantised weights are further off")
+    parser.add_argument("--python", default="", help="with --dry: the interpreter of an SGLang for CPUs, which then takes the embedded engine's place")
     parser.add_argument("--out", default=os.environ.get("OUT", "runs/gpu-weights"))
     parser.add_argument("--dry", action="store_true", help="on a CPU")
     options = parser.parse_args()

@@ -44,6 +44,7 @@ class Following:
         session: aiohttp.ClientSession,
         config: WeightsConfig,
         kind: str,
+        ranks: int = 1,
     ) -> None:
         keys, about, self.id = Keys(run), RunConfig(name=run), EngineId(name)
         self._client, self._keys, self._waker = client, keys, waker
@@ -62,6 +63,7 @@ class Following:
             engine_id=self.id,
             boot_nonce=boot_nonce,
             folder=relay_folder(config, about),
+            ranks=ranks,
         )
         self._reconciler = Reconciler(
             self.id,

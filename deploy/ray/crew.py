@@ -110,7 +110,8 @@ def placement_of(config: UpConfig) -> Placement:
         raise ConfigError(f"placement.trainer_gpus = {demand.trainer_gpus}: each rank uses one GPU; leave it out, and set trainer.ranks to the number of GPUs")
     if demand.engine_nodes > 1:
         raise ConfigError(
-            "placement.engine_nodes: an engine over several nodes is not started on Ray by this release; start it by hand, and use engine.kind = external"
+            "engine.nodes, placement.engine_nodes: an engine over several nodes is not started on Ray by this release; start it by hand, and use "
+            "engine.kind = external"
         )
     return place(demand)
 

@@ -52,7 +52,7 @@ def engine_gpus(config: UpConfig) -> frozenset[int]:
     engine = config.engine
     if engine.kind != "sglang" or engine.device != "cuda":
         return frozenset()
-    return frozenset(range(engine.gpu, engine.gpu + (engine.count + config.eval.engines) * engine.tp))
+    return frozenset(range(engine.gpu, engine.gpu + (engine.count + config.eval.engines) * engine.tp // engine.nodes))
 
 
 def _index(device: str) -> int | None:

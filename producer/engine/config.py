@@ -28,7 +28,8 @@ class EngineConfig(Section):
     python: str = Field("", description="With kind sglang: the interpreter that has SGLang. Empty: the one that runs the host.")
     device: Literal["cuda", "cpu"] = Field("cuda", description="With kind sglang: what it computes on.")
     tp: int = Field(1, ge=1, description="With kind sglang: GPUs that share one engine (tensor parallel).")
-    gpu: int = Field(0, ge=0, description="With kind sglang: first GPU of engine 0; engine i begins at gpu + i * tp. CUDA_VISIBLE_DEVICES counts first.")
+    nodes: int = Field(1, ge=1, description="With kind sglang: machines that share one engine, with as many of its GPUs on each. See docs/engines.md.")
+    gpu: int = Field(0, ge=0, description="With kind sglang: first GPU of engine 0; engine i begins at gpu + i * tp/nodes. CUDA_VISIBLE_DEVICES counts first.")
     args: tuple[str, ...] = Field((), strict=False, description="With kind sglang: further arguments of its server, which outrank ours. See docs/engines.md.")
     start_seconds: float = Field(600.0, gt=0, description="With kind sglang: a server that has not written a token by then is ended and started again.")
     progress_seconds: float = Field(60.0, gt=0, description="An engine that has written no token for so long is asked for one; sglang and external.")
@@ -53,6 +54,8 @@ class EngineConfig(Section):
             raise ValueError(f'urls are of engines that run elsewhere, and kind is "{self.kind}": use kind = "external", or leave urls out')
         if self.args and self.kind != "sglang":
             raise ValueError(f'args are SGLang\'s, and kind is "{self.kind}": use kind = "sglang", or leave args out')
+        if self.nodes > 1 and self.kind != "sglang":
+            raise ValueError(f'nodes is {self.nodes}, and an engine of kind "{self.kind}" is on one machine: use kind = "sglang", or leave nodes out')
         return self
 
     def _check_urls(self) -> None:

@@ -18,7 +18,7 @@ import orjson
 
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
-from producer.engine.hosted import EngineFault, Figures, Misfit
+from producer.engine.hosted import EngineFault, Figures, Meeting, Misfit
 from producer.engine.key import ADMIN_VARIABLE, VARIABLE
 from producer.engine.sglang.figures import capacity
 from producer.engine.sglang.watch import Watch
@@ -65,6 +65,8 @@ class ExternalServer:
 
 class ExternalLife:
     """`Hosted` from one time that it was away to the next."""
+
+    meeting: Meeting | None = None
 
     def __init__(self, url: str, settings: EngineConfig, desk: Desk, *, model: str, longest: int, lora: LoraConfig = _NO_LORA) -> None:
         self.url = url

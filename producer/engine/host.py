@@ -35,6 +35,7 @@ from producer.engine.desk import Desk
 from producer.engine.hosted import EngineFault, Hosted, Kind, Misfit
 from producer.engine.key import admin_key, engine_key
 from producer.engine.kinds import make_kind
+from producer.engine.nodes import NodeMissing, Nodes
 from producer.engine.turns import DeviceTurns
 from producer.stopping import unless
 from protocol.config import ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Tree
@@ -104,16 +105,16 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
     process took this engine's place; `EngineFault` when an embedded engine breaks, or falls silent in or after updates (the process ends then, whatever hangs
     in it), or when a server has not come to its first token several times in a row.
     """
-    kind = _check(config, index)
+    kind = kind_of(config, index)
     store = await asyncio.to_thread(open_store, config.weights, config.run, lora=config.lora)
-    await _first_contact(config.redis.url)
+    await first_contact(config.redis.url)
     client = connect(config.redis.url, deadline_s=config.redis.deadline_s)
     try:
         async with wakeups(client, Keys(config.run.name)) as waker:
             rest_s, vain, lives = _REST_S, 0, _Lives()
             while (fault := await _life(config, index, stop, kind=kind, lives=lives, store=store, client=client, waker=waker)) is not None:
                 lives.count += 1
-                vain = 0 if fault.was_ready else vain + 1
+                vain = 0 if fault.was_ready or isinstance(fault.problem, NodeMissing) else vain + 1
                 if not kind.lives_on or 0 < kind.start_tries <= vain:
                     raise fault.problem
                 rest_s = _REST_S if fault.was_ready else min(2 * rest_s, _LONGEST_REST_S)
@@ -197,8 +198,11 @@ def _only(group: BaseExceptionGroup[EngineFault]) -> EngineFault | BaseException
     return inner if isinstance(inner, EngineFault) else group
 
 
-def _check(config: EngineHostConfig, index: int) -> Kind:
-    """Everything that can be wrong without looking at torch, a socket or Redis."""
+def kind_of(config: EngineHostConfig, index: int, *, node: int = 0) -> Kind:
+    """How engine `index` comes about, or its part on machine `node`.
+
+    Raises: `ConfigError` for whatever can be wrong without looking at torch, a socket or Redis.
+    """
     engine = config.engine
     if not config.redis.url:
         raise ConfigError("redis.url is empty: an engine host started by hand needs the URL of the run's Redis (--set redis.url=unix:///path/to/redis.sock)")
@@ -211,6 +215,12 @@ def _check(config: EngineHostConfig, index: int) -> Kind:
             f"engine.max_length {engine.max_length} is below the {_longest(config)} tokens of rollout.max_prompt_tokens and max_new_tokens: raise it, or use 0"
         )
     check_adapters(config.lora, config.weights, config.placement)
+    if engine.nodes > 1 and config.weights.transport == "ipc":
+        raise ConfigError('engine.nodes with weights.transport "ipc": memory of one machine\'s GPUs is handed over; use "store", "delta", "nccl" or "gloo"')
+    if engine.nodes > 1 and config.lora.adapters:
+        raise ConfigError('engine.nodes with lora.publish "adapter": adapters are loaded by one machine alone; use "merged", or one node')
+    if engine.nodes > 1 and config.shares_device(index):
+        raise ConfigError('engine.nodes with placement.layout "colocated": engines over several machines take no turns with the trainer; use another layout')
     if config.shares_device(index) and engine.kind == "external":
         raise ConfigError('placement.layout colocated with engine.kind "external": servers of others are not told to free their memory; use another layout')
     return make_kind(
@@ -222,7 +232,7 @@ def _check(config: EngineHostConfig, index: int) -> Kind:
         model=str(Path(config.model.path).absolute()),
         longest=_longest(config),
         seed=lambda boot_nonce: _sampling_seed(config.run.seed, index, boot_nonce),
-        log=config.run.folder / "logs" / f"sglang-{index}.log",
+        log=config.run.folder / "logs" / (f"sglang-{index}-node-{node}.log" if node else f"sglang-{index}.log"),
     )
 
 
@@ -231,7 +241,7 @@ def _longest(config: EngineHostConfig) -> int:
     return config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens)
 
 
-async def _first_contact(url: str) -> None:
+async def first_contact(url: str) -> None:
     """A wrong address is told at once, not after the patience that a running host has."""
     client = connect(url, deadline_s=_FIRST_CONTACT_S)
     try:
@@ -285,6 +295,9 @@ class _Host:
         self._producers: Presence[ProducerStatus] = Presence(client, keys, "producer", ProducerStatus)
         self._waker = waker
         self._started = time.monotonic()
+        self._nodes: Nodes | None = None
+        if engine.meeting is not None:
+            self._nodes = Nodes(client, keys, engine_id=self._id, index=index, boot_nonce=boot_nonce, meeting=engine.meeting)
         self._adapters = prefix_of(config.run.name) if config.lora.adapters else ""
         self._control = control = desk.reconciling(engine.url, adapters=self._adapters)
         self._reconciler = Reconciler(
@@ -305,6 +318,7 @@ class _Host:
                 folder=relay_folder(config.weights, config.run),
                 ranks=config.engine.tp,
                 lora=config.lora,
+                seen=None if self._nodes is None else self._nodes.see,
             ),
             config=config.weights,
             wakeups=waker,
@@ -343,6 +357,8 @@ class _Host:
 
     async def _say_goodbye(self, reason: str) -> None:
         async with asyncio.timeout(_LEAVE_S):
+            if self._nodes is not None:
+                await self._nodes.leave()
             await self._registry.beat(self._status(EngineState.LEAVING))  # its last figures
             await self._registry.leave(self._id, self._boot_nonce, reason)
 
@@ -374,6 +390,10 @@ class _Host:
                     _LOG.warning("engine %s is left alone: %s", self._id, self._misfit)
                 await self._registry.mark_unfit(self._id, self._boot_nonce, self._misfit)
                 await asyncio.sleep(_MISFIT_S)
+            except EngineFault as problem:
+                if self._nodes is None or not self._nodes.trouble:
+                    raise
+                raise NodeMissing(f"{self._nodes.trouble}; {problem}") from problem
         self._misfit, self.was_ready = "", True
         await self._registry.beat(self._status(EngineState.STARTING))  # what is known from here on, before anybody is sent to it
         async with asyncio.TaskGroup() as group:
@@ -394,6 +414,8 @@ class _Host:
                     _end_by_force(_END_S)
                 raise EngineFault(f"{_SILENT_UPDATES} updates in a row ended without an answer, or without a token after them: the engine hangs")
             await self._registry.beat(self._status(EngineState.STARTING))
+            if self._nodes is not None:
+                await self._nodes.beat()
             await asyncio.sleep(BEAT_S)
 
     async def _stopped(self, stop: asyncio.Event, ending: asyncio.Event) -> None:
@@ -435,6 +457,7 @@ class _Host:
 
     def _status(self, state: EngineState) -> EngineStatus:
         figures, totals = self._engine.figures, self._reconciler.totals
+        absent = self._nodes.trouble if self._nodes is not None else ""
         return EngineStatus(
             engine_id=self._id,
             boot_nonce=self._boot_nonce,
@@ -453,7 +476,7 @@ class _Host:
             pid=os.getpid(),
             transport=totals.transport,
             span_lag=self._reconciler.span_lag,
-            trouble=self._misfit or self._engine.trouble or totals.trouble,
+            trouble=self._misfit or absent or self._engine.trouble or totals.trouble,
             kv_usage=figures.kv_usage,
             fleet=self._fleet,
             adapters=self._adapters,

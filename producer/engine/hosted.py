@@ -42,6 +42,18 @@ class Figures:
     """Share of its KV cache in use, 0 to 1."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What the other nodes of an engine need to take part in one life of it."""
+
+    address: str
+    """host:port where its ranks meet."""
+    nodes: int
+    """All of them; the one that answers is node 0."""
+    alike: str
+    """Digest of what all nodes must be started with alike."""
+
+
 class Hosted(Protocol):
     """One life of one engine. Invariant: what it says at one moment it may say by heart; nothing here but `ready`, `failed` and `until_idle` waits."""
 
@@ -59,6 +71,10 @@ class Hosted(Protocol):
     @property
     def trouble(self) -> str:
         """What keeps it from being asked, for people; empty when nothing does."""
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """Where its other nodes meet it; None: it has no others."""
 
     async def ready(self) -> None:
         """Return once it answers and is fit for weights of this run. Raises: `EngineFault` (this life comes to nothing), `Misfit`."""

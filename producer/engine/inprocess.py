@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Never
 
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
-from producer.engine.hosted import Figures
+from producer.engine.hosted import Figures, Meeting
 from producer.engine.key import admin_key, engine_key
 from protocol.errors import ConfigError
 from weightsync.lora import LoraConfig
@@ -78,6 +78,7 @@ class InProcess:
     """`Hosted` for an embedded engine that listens already."""
 
     trouble = ""
+    meeting: Meeting | None = None
 
     def __init__(self, engine: EmbeddedEngine, capacity: int) -> None:
         self._engine, self._capacity = engine, capacity

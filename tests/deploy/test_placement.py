@@ -195,6 +195,7 @@ def test_a_critic_lies_with_its_trainer():
         ({"placement": {"layout": "external"}}, 'engine.kind "embedded"'),
         ({"placement": {"layout": "colocated"}, "engine": {"kind": "external", "urls": ["http://a:1"]}}, "share no GPU"),
         ({"placement": {"engine_nodes": 2, "engine_gpus": 16}}, "started by hand|start it by hand"),
+        ({"engine": {"kind": "sglang", "tp": 16, "nodes": 2}}, "start it by hand"),
     ],
 )
 def test_what_this_release_cannot_start_on_ray_is_refused(sections: dict[str, Any], told: str):

@@ -22,7 +22,13 @@ async def test_an_update_asks_for_no_flush_and_no_abort(rig: Any, tmp_path: Path
         control = EngineControl(rig.session, server.url)
         assert await control.weight_version() == "boot:b1"
         await control.update_from_disk(manifest.location, "1:1", deadline_s=5)
-        assert server.bodies[-1] == {"model_path": manifest.location, "weight_version": "1:1", "flush_cache": False, "abort_all_requests": False}
+        assert server.bodies[-1] == {
+            "model_path": manifest.location,
+            "load_format": "auto",
+            "weight_version": "1:1",
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
         assert await control.weight_version() == "1:1"
         assert await control.probe(deadline_s=5) == ("1:1", "1:1")
 

@@ -22,6 +22,7 @@ from weightsync.roles import WEIGHT_SERVER
 from weightsync.store import DirectoryStore, VersionStore
 from weightsync.transports.adapter import AdapterTransport
 from weightsync.transports.contract import Transport
+from weightsync.transports.everywhere import EverywhereTransport, FromFolder, Seen
 from weightsync.transports.store import StoreTransport
 
 _NO_LORA = LoraConfig()
@@ -42,16 +43,19 @@ def make_transports(
     folder: str | os.PathLike[str],
     ranks: int = 1,
     lora: LoraConfig = _NO_LORA,
+    seen: Seen | None = None,
 ) -> Transports:
     """The configured way with the store behind it. Opens nothing.
 
-    `ranks`: tensor-parallel ranks of the engine.
+    `ranks`: tensor-parallel ranks of the engine. `seen`: of an engine over several machines, whether all of them see what it is to load.
     `folder`: of this machine's whole copies, for versions that an engine cannot load from where they are: deltas, and a store behind a URL.
     """
     if isinstance(store, AdapterStore):
         assert isinstance(control, AdapterControl), "adapters are loaded by a control of their own"
         return Transports(None, AdapterTransport(store, control, keep=lora.keep_loaded, flags=" ".join(lora.server_flags())))
-    last = _from_store(config, store=store, control=control, client=client, keys=keys, folder=folder)
+    last: Transport = (found := _from_store(config, store=store, control=control, client=client, keys=keys, folder=folder))
+    if seen is not None:
+        last = EverywhereTransport(found, seen)
     if config.transport in ("store", "delta"):
         return Transports(None, last)
     servers: Presence[WeightServerStatus] = Presence(client, keys, WEIGHT_SERVER, WeightServerStatus)
@@ -63,7 +67,9 @@ def make_transports(
     return Transports(fast, last)
 
 
-def _from_store(config: WeightsConfig, *, store: VersionStore, control: EngineControl, client: Client, keys: Keys, folder: str | os.PathLike[str]) -> Transport:
+def _from_store(
+    config: WeightsConfig, *, store: VersionStore, control: EngineControl, client: Client, keys: Keys, folder: str | os.PathLike[str]
+) -> FromFolder:
     if config.transport != "delta" and isinstance(store, DirectoryStore):
         return StoreTransport(store, control)
     from weightsync.mirror import Mirror

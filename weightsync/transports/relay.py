@@ -74,11 +74,16 @@ class RelayTransport:
             _LOG.warning("%s; until that is mended it comes from the store (%s)", why, path.parent)
         return path
 
-    async def apply(self, manifest: Manifest, *, deadline_s: float) -> None:
-        """The engine loads the copy. Raises: `VersionGone` before the engine is touched; `ApplyFailed`, `EngineUnavailable` after that."""
+    def folder(self, manifest: Manifest) -> Path:
+        """The copy that was prepared, which the engine loads. Raises: `VersionGone`."""
         path = self._prepared[2] if self._prepared is not None and self._prepared[:2] == (manifest.version, manifest.digest) else None
         if path is None or not path.is_dir():
             raise VersionGone(f"version {manifest.version}: its copy on this machine is gone")
+        return path
+
+    async def apply(self, manifest: Manifest, *, deadline_s: float) -> None:
+        """The engine loads the copy. Raises: `VersionGone` before the engine is touched; `ApplyFailed`, `EngineUnavailable` after that."""
+        path = self.folder(manifest)
         await self._control.update_from_disk(str(path), str(manifest.version), deadline_s=deadline_s)
 
     async def aclose(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from protocol.messages import Manifest
 from weightsync.control import EngineControl
@@ -23,9 +24,12 @@ class StoreTransport:
         async with asyncio.timeout(deadline_s):
             await asyncio.to_thread(self._store.verify, manifest)
 
+    def folder(self, manifest: Manifest) -> Path:
+        """What the engine loads."""
+        return self._store.locate(manifest)
+
     async def apply(self, manifest: Manifest, *, deadline_s: float) -> None:
-        path = self._store.locate(manifest)
-        await self._control.update_from_disk(str(path), str(manifest.version), deadline_s=deadline_s)
+        await self._control.update_from_disk(str(self.folder(manifest)), str(manifest.version), deadline_s=deadline_s)
 
     async def aclose(self) -> None:
         """Nothing is held."""

@@ -32,6 +32,10 @@ _REFUSED = {
     "--tp-size": "use engine.tp, by which weights are brought too",
     "--tensor-parallel-size": "use engine.tp, by which weights are brought too",
     "--tp": "use engine.tp, by which weights are brought too",
+    "--nnodes": "use engine.nodes; the host tells the others where to meet",
+    "--node-rank": "use engine.nodes, and start the others by `rollstream engine --node-rank K`",
+    "--dist-init-addr": "use engine.nodes; the host chooses the place to meet, at engine.host, anew for each start",
+    "--nccl-init-addr": "use engine.nodes; the host chooses the place to meet, at engine.host, anew for each start",
     "--device": "use engine.device, which decides the other arguments too",
     "--config": "a file of arguments could hold any of those that are refused; write them into engine.args",
     "--skip-tokenizer-init": "answers would have no text, which rewards judge",
@@ -44,11 +48,11 @@ _REFUSED = {
 }
 _ALLOWED = {
     "--disaggregation-mode": ("null", "neither half of such a pair writes a token by itself, by which every update is proven; run both as one server"),
-    "--node-rank": ("0", "the host starts the node that answers; start the others by hand (docs/engines.md)"),
     "--tokenizer-worker-num": ("1", "each of its processes names a version of the weights of its own, and an update reaches one of them (seen with 0.5.17)"),
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
-_MULTI_NODE = "--nnodes"
+_REPLICAS = ("--dp-size", "--data-parallel-size", "--dp")
+_STAGES = ("--pp-size", "--pipeline-parallel-size")
 _FP8, _RELOADABLE = ("--quantization", "fp8"), ("--load-format", "flash_rl")
 
 
@@ -62,6 +66,10 @@ class Place:
     """Where the ranks of this server find each other."""
     boot_nonce: str
     seed: int
+    node_rank: int = 0
+    """Of an engine over several nodes: 0 answers."""
+    meeting: str = ""
+    """Where its nodes find each other, host:port; empty: it has one."""
 
 
 def server_arguments(
@@ -77,9 +85,11 @@ def server_arguments(
     slots = settings.slots
     return (
         str(LAUNCH),
-        *("--model-path", model, "--host", settings.host, "--port", str(place.port), "--nccl-port", str(place.rendezvous_port)),
+        *("--model-path", model, "--host", settings.host, "--port", str(place.port)),
+        *(() if _replicas_apart(settings) else ("--nccl-port", str(place.rendezvous_port))),
         *("--weight-version", f"boot:{place.boot_nonce}", "--random-seed", str(place.seed % (1 << 31))),
         *("--tp-size", str(settings.tp), "--max-running-requests", str(slots), "--max-queued-requests", str(settings.max_queued), *dtype),
+        *(_for_nodes(settings, place) if settings.nodes > 1 else ()),
         *("--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"),
         *(_for_cpu(settings, longest, context) if settings.device == "cpu" else _for_cuda(settings, place)),
         *(("--enable-memory-saver",) if shares_device and settings.device == "cuda" else ()),
@@ -110,8 +120,18 @@ def _for_cpu(settings: EngineConfig, longest: int, context: int) -> Iterator[str
     )
 
 
+def _replicas_apart(settings: EngineConfig) -> bool:
+    """Replicas without data-parallel attention are process groups of their own, and each would want the one port: SGLang chooses theirs then."""
+    given = dict(_named(settings.args))
+    return any(given.get(flag, "1") != "1" for flag in _REPLICAS) and "--enable-dp-attention" not in given
+
+
+def _for_nodes(settings: EngineConfig, place: Place) -> Iterator[str]:
+    yield from ("--nnodes", str(settings.nodes), "--node-rank", str(place.node_rank), "--dist-init-addr", place.meeting)
+
+
 def _for_cuda(settings: EngineConfig, place: Place) -> Iterator[str]:
-    yield from ("--base-gpu-id", str(settings.gpu + place.index * settings.tp))
+    yield from ("--base-gpu-id", str(settings.gpu + place.index * settings.tp // settings.nodes))
     if settings.max_length:
         yield from ("--context-length", str(settings.max_length))
 
@@ -128,8 +148,9 @@ def check_arguments(settings: EngineConfig) -> None:
         if bound is not None and value != _ALLOWED[bound][0]:
             raise ConfigError(f"engine.args has {name} {value or ''}".rstrip() + f": {_ALLOWED[bound][1]}")
     given = dict(named)
-    if given.get(_MULTI_NODE, "1") != "1" and "--dist-init-addr" not in given:
-        raise ConfigError(f"engine.args has {_MULTI_NODE} {given[_MULTI_NODE]} without --dist-init-addr: the other nodes must be told where this one is")
+    stages = next((value for flag in _STAGES if (value := given.get(flag) or "").isdigit()), "1")
+    if settings.tp * int(stages) % settings.nodes:
+        raise ConfigError(f"engine.tp {settings.tp} over engine.nodes {settings.nodes}: each node must have as many of its GPUs; make tp a multiple of nodes")
     if given.get(_FP8[0]) == _FP8[1] and given.get(_RELOADABLE[0]) != _RELOADABLE[1]:
         raise ConfigError(
             f"engine.args has {' '.join(_FP8)} without {' '.join(_RELOADABLE)}: layers that were quantised at the start take no second version, and the first "

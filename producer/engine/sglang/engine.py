@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Never
+from typing import Any, Never
 
 import orjson
+import xxhash
 
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
-from producer.engine.hosted import EngineFault, Figures
+from producer.engine.hosted import EngineFault, Figures, Meeting
 from producer.engine.key import admin_key, engine_key
 from producer.engine.sglang.arguments import Place, check_arguments, server_arguments
 from producer.engine.sglang.child import Child
@@ -29,10 +30,16 @@ from weightsync.lora import LoraConfig
 _NO_LORA = LoraConfig()
 _GRACE_S = 10.0
 """SGLang takes about six seconds to end in good order."""
+_NODE_GRACE_S = 0.5
+"""A node that is not the first waits for the first one's word, whatever signal it gets."""
+_HERE = "127.0.0.1"
 _KNOCK_S = 0.5
 _ASK_S = 5.0
 _WITHHELD = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_RETURN_ORIGINAL_LOGPROB"})
 """What a server must not inherit: where this host's modules lie, and a wish for logprobs before temperature, which nothing was sampled from."""
+_CORES, _MOST_RANKS = "SGLANG_CPU_OMP_THREADS_BIND", 16
+_NO_COMPILER = "TORCHDYNAMO_DISABLE"
+"""Ranks compile how they share the embedding at the first request: C++ by g++, which a machine need not have, and which takes longer than it saves."""
 _USAGE = 2
 """The exit code of a command line that was not understood."""
 _REFUSALS = (ApplyFailed, EngineUnavailable, DecodeError)
@@ -75,28 +82,68 @@ class SGLangServer:
             held_port(settings.host, wanted, key=f"engine.port {wanted}") as port,
             held_port(settings.host, key="engine.host") as rendezvous,
         ):
-            place = Place(index=self._index, port=port, rendezvous_port=rendezvous, boot_nonce=boot_nonce, seed=self._seed(boot_nonce))
-            argv = server_arguments(
-                settings, place, model=self._model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device, lora=self._lora
-            )
-            try:
-                child = Child.start((self._python, *argv), log=self._log, env=_environment(settings))
-            except OSError as problem:
-                raise EngineFault(f"SGLang cannot be started: {problem}") from problem
-            life = ServerLife(child, settings, desk, port=port, boot_nonce=boot_nonce, log=self._log)
+            meeting = Meeting(address=_address(settings.host, rendezvous), nodes=settings.nodes, alike=self.alike) if settings.nodes > 1 else None
+            place = self._place(boot_nonce, port, rendezvous, meeting=meeting.address if meeting else "")
+            child = self._start(settings, place)
+            life = ServerLife(child, settings, desk, port=port, boot_nonce=boot_nonce, log=self._log, meeting=meeting)
             try:
                 yield life
             finally:
                 await asyncio.shield(child.end(_GRACE_S))
 
+    @contextlib.asynccontextmanager
+    async def node(self, boot_nonce: str, rank: int, meeting: str, /) -> AsyncIterator[Child]:
+        """The part of node `rank`, 1 or above, in a life whose node 0 has `meeting` as its address: a process that answers nobody.
+
+        It cannot end by itself in good order, as node 0 tells its ranks to: it is killed when the context closes.
+        """
+        settings = self._settings.model_copy(update={"host": _HERE})
+        with held_port(_HERE, key="a port of this machine") as port, held_port(_HERE, key="a port of this machine") as spare:
+            child = self._start(settings, self._place(boot_nonce, port, spare, node_rank=rank, meeting=meeting))
+            try:
+                yield child
+            finally:
+                await asyncio.shield(child.end(_NODE_GRACE_S))
+
+    @property
+    def alike(self) -> str:
+        """Digest of what all nodes must be started with alike: the model's shape, and every argument but where each listens and which GPUs it has."""
+        settings = self._settings.model_copy(update={"host": "", "gpu": 0})
+        argv = self._arguments(settings, Place(index=0, port=0, rendezvous_port=0, boot_nonce="", seed=0), model="")
+        return xxhash.xxh3_64_hexdigest(orjson.dumps((argv[1:], _config(self._model)), option=orjson.OPT_SORT_KEYS))
+
+    def _place(self, boot_nonce: str, port: int, rendezvous: int, *, meeting: str, node_rank: int = 0) -> Place:
+        return Place(
+            index=self._index,
+            port=port,
+            rendezvous_port=rendezvous,
+            boot_nonce=boot_nonce,
+            seed=self._seed(boot_nonce),
+            node_rank=node_rank,
+            meeting=meeting,
+        )
+
+    def _start(self, settings: EngineConfig, place: Place) -> Child:
+        """Raises: `EngineFault`."""
+        argv = self._arguments(settings, place, model=self._model)
+        try:
+            return Child.start((self._python, *argv), log=self._log, env=_environment(settings))
+        except OSError as problem:
+            raise EngineFault(f"SGLang cannot be started: {problem}") from problem
+
+    def _arguments(self, settings: EngineConfig, place: Place, *, model: str) -> tuple[str, ...]:
+        return server_arguments(
+            settings, place, model=model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device, lora=self._lora
+        )
+
 
 class ServerLife:
     """`Hosted` for one process tree."""
 
-    def __init__(self, child: Child, settings: EngineConfig, desk: Desk, *, port: int, boot_nonce: str, log: Path) -> None:
+    def __init__(self, child: Child, settings: EngineConfig, desk: Desk, *, port: int, boot_nonce: str, log: Path, meeting: Meeting | None = None) -> None:
         self._child, self._settings, self._desk, self._log, self._nonce = child, settings, desk, log, boot_nonce
-        name = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.url = f"http://{name}:{port}"
+        self.meeting = meeting
+        self.url = f"http://{_address(settings.host, port)}"
         self._began = time.monotonic()
         self._watch: Watch | None = None
 
@@ -176,6 +223,10 @@ class ServerLife:
         return EngineFault(said)
 
 
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _interpreter(python: str) -> str:
     found = shutil.which(python or sys.executable)
     if found is None:
@@ -190,15 +241,32 @@ def _environment(settings: EngineConfig) -> Mapping[str, str]:
         "OMP_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        **({"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} if settings.device == "cpu" else {}),
     }
+    if settings.device == "cpu":
+        ours |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        ours |= {_CORES: os.environ.get(_CORES) or _cores(_MOST_RANKS), _NO_COMPILER: os.environ.get(_NO_COMPILER, "1")}
     return {name: value for name, value in os.environ.items() if name not in _WITHHELD} | ours
+
+
+def _cores(ranks: int) -> str:
+    """One for each rank, in turns. SGLang refuses more ranks than the machine has NUMA nodes unless it is told; where it has no kernels it binds nobody.
+
+    >>> _cores(0)
+    ''
+    """
+    mine = sorted(os.sched_getaffinity(0))
+    return "|".join(str(mine[rank % len(mine)]) for rank in range(ranks))
+
+
+def _config(model: str) -> dict[str, Any]:
+    try:
+        found = orjson.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _context(model: str) -> int:
     """Tokens the model was made for; 0 if its config.json does not say."""
-    try:
-        value = orjson.loads((Path(model) / "config.json").read_bytes()).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return 0
+    value = _config(model).get("max_position_embeddings")
     return value if type(value) is int else 0

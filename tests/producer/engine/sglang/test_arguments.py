@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -79,8 +80,9 @@ def test_the_users_arguments_come_last_and_so_win():
         (("--config", "f.yaml"), "a file of arguments"),
         (("--skip-tokenizer-init",), "no text"),
         (("--disaggregation-mode", "prefill"), "--disaggregation-mode prefill: neither half"),
-        (("--node-rank", "1"), "start the others by hand"),
-        (("--nnodes", "2"), "--nnodes 2 without --dist-init-addr"),
+        (("--node-rank", "1"), "start the others by `rollstream engine --node-rank K`"),
+        (("--nnodes", "2"), r"use engine\.nodes"),
+        (("--dist-init-addr=10.0.0.1:5000",), "anew for each start"),
         (("--weight-cache-mode", "daemon"), "cannot be updated in place"),
         (("--tokenizer-worker-num", "4"), "an update reaches one of them"),
         (("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "/draft"), "into the draft as well"),
@@ -100,13 +102,34 @@ def test_what_would_break_the_host_is_refused_with_the_reason(args: tuple[str, .
         ("--speculative-algorithm", "NGRAM"),
         ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
         ("--dp-size", "2", "--enable-dp-attention"),
-        ("--nnodes", "2", "--node-rank", "0", "--dist-init-addr", "10.0.0.1:5000"),
         ("--disaggregation-mode", "null"),
         ("--enable-memory-saver",),
     ],
 )
 def test_whatever_else_sglang_knows_passes_through(args: tuple[str, ...]):
     assert set(args) <= set(server_arguments(EngineConfig(kind="sglang", args=args), PLACE, model="/m", longest=24, context=0))
+
+
+def test_replicas_that_are_groups_of_their_own_do_not_share_a_port():
+    """The second one of them ended with EADDRINUSE."""
+    assert "--nccl-port" not in arguments(args=("--dp-size", "2"))
+    assert arguments(args=("--dp-size", "2", "--enable-dp-attention"))["--nccl-port"] == "31001", "one group of all"
+    assert arguments(args=("--dp-size", "1"))["--nccl-port"] == "31001"
+
+
+def test_each_machine_of_an_engine_is_told_its_rank_and_where_to_meet():
+    def started(rank: int, **settings: object) -> dict[str, str]:
+        place = dataclasses.replace(PLACE, node_rank=rank, meeting="10.0.0.1:5000")
+        return flags(server_arguments(EngineConfig(kind="sglang", **settings), place, model="/m", longest=24, context=0))  # type: ignore[arg-type]
+
+    for rank in (0, 1):
+        given = started(rank, tp=8, nodes=2, gpu=1)
+        told = {name: given[name] for name in ("--nnodes", "--node-rank", "--dist-init-addr", "--tp-size", "--base-gpu-id")}
+        assert told == {"--nnodes": "2", "--node-rank": str(rank), "--dist-init-addr": "10.0.0.1:5000", "--tp-size": "8", "--base-gpu-id": "9"}
+    assert "--nnodes" not in started(0, tp=8)
+    assert "--nnodes" in started(0, nodes=2, args=("--pp-size", "2")), "a stage on each"
+    with pytest.raises(ConfigError, match=r"engine\.tp 3 over engine\.nodes 2: each node must have as many"):
+        started(0, tp=3, nodes=2)
 
 
 def test_a_run_whose_versions_are_adapters_starts_servers_that_take_them():
