@@ -11,6 +11,8 @@ export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Empty is unset: the suite starts hundreds of processes, and each would compile our modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo drill sglang-cpu test test-sglang check soak bench-buffer bench-weights bench-learning coverage lint format clean $(addprefix lane-,unit redis cluster demo faults ray sglang)
