@@ -6,14 +6,17 @@ SEED ?= 0
 ENGINE ?= embedded
 DRILL ?= processes
 JOBS ?= 1
+LANES := sglang faults unit redis ray demo cluster
 
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Empty is unset: the suite starts hundreds of processes, and each would compile our modules anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo drill sglang-cpu test test-sglang check soak bench-buffer bench-weights bench-learning coverage lint format clean $(addprefix lane-,unit redis cluster demo faults ray sglang)
+.PHONY: help install demo drill sglang-cpu test test-sglang check soak bench-buffer bench-weights bench-learning coverage lint format clean $(addprefix lane-,$(LANES))
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -51,11 +54,10 @@ $(SGLANG)/installed: $(SGLANG_PINS)
 
 sglang-cpu: $(SGLANG)/installed  ## SGLang for machines without a GPU, in .venv-sglang
 
-# The lanes of the test suite, with the minutes each may take on two cores.
-# The first two do not mind each other; the others want both cores.
+# The lanes of the test suite, with the minutes each takes beside another on two cores. Two run at a time, as none keeps both cores busy: each has servers,
+# ports and folders of its own. The longest begin, or a long one would run alone at the end.
 test: $(VENV)/installed-dev  ## the whole test suite
-	$(MAKE) --jobs 2 --output-sync=target lane-unit lane-redis
-	$(MAKE) lane-cluster lane-demo lane-faults lane-ray lane-sglang
+	$(MAKE) --jobs 2 --output-sync=target $(addprefix lane-,$(LANES))
 
 lane-unit: $(VENV)/installed-dev  # 9 minutes
 	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults and not ray and not sglang'

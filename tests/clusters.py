@@ -25,7 +25,7 @@ from deploy.redis_server import server_binary
 
 NODE_TIMEOUT_MS = 1000
 """A node that is silent for so long is failed over."""
-_PATIENCE_S = 30.0
+_PATIENCE_S = 60.0
 _LOOK_S = 0.02
 
 

@@ -36,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cluster)
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: the check of descriptors, which collects garbage after each file, need not walk it again."""
+    gc.collect()
+    gc.freeze()
+
+
 settings.register_profile("ci", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 settings.load_profile("ci")
 

@@ -94,7 +94,7 @@ async def measure(stand: Stand) -> Window:
     return window
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(360)
 async def test_the_others_keep_up_with_the_publisher_as_they_do_without_a_slow_one(tmp_path: Path, weight_nest: Path):
     """Each has a pause of its own (max_paused 4): how many may pause is a setting, and the only thing that the others could wait for."""
     changes = {"engine": {"slots": 4, "pace_s": 0.01, "apply_delay_factor": FACTOR}, "weights": {"max_paused": 4}}

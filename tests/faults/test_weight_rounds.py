@@ -16,7 +16,7 @@ from weightsync.control import EngineControl
 pytestmark = [pytest.mark.redis, pytest.mark.faults]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("transport", CI_PLANS)
 async def test_whoever_dies_in_an_update_no_engine_serves_what_it_does_not_have(transport: str, tmp_path: Path, weight_nest: Path):
     model = write_model(tmp_path / "model", seed=1)

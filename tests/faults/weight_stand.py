@@ -40,9 +40,9 @@ CARRIERS = {"gloo": (SERVER,), "delta": (RELAY,), "store": ()}
 KILLED = -signal.SIGKILL
 EVERY_S = 0.4
 """Between two versions."""
-CONVERGE_S = 25.0
+CONVERGE_S = 60.0
 """From the start of whoever was killed until every engine serves what was newest then: longer than any deadline in the run's file."""
-_KILLED_S = 30.0
+_KILLED_S = 60.0
 PRELOADED = (
     "tests.faults.weight_trainer",
     "tests.faults.weight_process",

@@ -16,6 +16,7 @@ from protocol.errors import ConfigError
 from tests.ray.bodies import Blocking, Brief, Failing, Hopeless, Refusing, Stubborn, Wide
 from tests.ray.conftest import Simulated
 
+pytestmark = pytest.mark.timeout(300)
 RUN = f"r-{uuid.uuid4().hex[:8]}"
 
 

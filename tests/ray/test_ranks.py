@@ -22,7 +22,7 @@ async def node_of(run: Run, name: str) -> str:
     return str(table["bundles_to_node_id"].get(bundle, ""))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_two_ranks_train_on_two_nodes_and_go_on_from_the_newest_checkpoint_when_one_node_is_lost(run: Run, cluster: Simulated):
     run.sections["placement"]["engine_gpus"] = 0
     run.sections["ray"]["trainer_cpus"] = 5.0  # two of these are more than a node has

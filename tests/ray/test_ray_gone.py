@@ -12,7 +12,7 @@ from protocol.keys import Keys
 from tests.ray.conftest import Run, Simulated
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 async def test_a_run_outlives_its_cluster_as_redis_has_its_state(tmp_path: Path, redis: Client, keys: Keys, redis_url: str):
     first = Simulated()
     run = Run(tmp_path, redis, keys, redis_url, first.address)

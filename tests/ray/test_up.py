@@ -20,7 +20,7 @@ async def has_started(fleet: Fleet, name: str) -> bool:
     return await fleet.about(name, timeout_s=10.0) is not None
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 async def test_a_run_whose_node_is_lost_ends_with_nothing_lost(run: Run, cluster: Simulated):
     async with run.fleet() as fleet:
         await run.up("--new")
@@ -42,7 +42,7 @@ async def test_a_run_whose_node_is_lost_ends_with_nothing_lost(run: Run, cluster
     assert summary["engines"][f"{run.keys.run}-engine-1"]["boots"] >= 2
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_a_run_goes_on_without_its_command_is_scaled_and_is_found_again(run: Run):
     run.sections["stop"]["steps"] = 10_000
     run.sections["engine"]["count"] = run.sections["producer"]["count"] = 1
@@ -87,7 +87,7 @@ async def test_a_run_goes_on_without_its_command_is_scaled_and_is_found_again(ru
     assert summary["engines"][f"{run.keys.run}-engine-0"]["boots"] == 1, "what ran was not started again"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_cluster_that_is_too_small_is_told_within_the_bound_and_nothing_stays_reserved(run: Run):
     run.sections["engine"]["count"] = 5
     run.sections["placement"]["wait_seconds"] = 3.0
@@ -105,7 +105,7 @@ async def test_a_cluster_that_is_too_small_is_told_within_the_bound_and_nothing_
     assert not await run.client.exists(Keys(run.keys.run).placement)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_what_only_one_machine_reaches_is_refused_before_anything_starts(run: Run):
     del run.sections["weights"]
     await run.up("--new")
