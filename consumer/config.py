@@ -191,11 +191,20 @@ def check_loss(loss: LossConfig, rollout: RolloutConfig) -> None:
 
 def check_layout(megatron: MegatronConfig, trainer: TrainerConfig) -> None:
     """Whether the ranks that are asked for fill the layout; torchrun starts as many as it likes. Raises: `ConfigError`."""
-    if trainer.backend == "megatron" and trainer.ranks > 1:
-        try:
-            megatron.data_parallel(trainer.ranks)
-        except ValueError as problem:
-            raise ConfigError(f"trainer.ranks: {problem}") from problem
+    if trainer.ranks > 1:
+        replicas(megatron, trainer, trainer.ranks)
+
+
+def replicas(megatron: MegatronConfig, trainer: TrainerConfig, ranks: int) -> int | None:
+    """Of the model on so many ranks: how many shares of a chunk there are. None: only that backend knows. Raises: `ConfigError`."""
+    if trainer.backend == "torch":
+        return ranks
+    if trainer.backend != "megatron":
+        return None
+    try:
+        return megatron.data_parallel(ranks)
+    except ValueError as problem:
+        raise ConfigError(f"trainer.ranks: {problem}") from problem
 
 
 def check_trains(lora: LoraConfig, trainer: TrainerConfig, *, ranks: int) -> None:

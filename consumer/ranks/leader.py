@@ -179,6 +179,11 @@ class Leading:
     def __init__(self, place: Place, hub: Hub, backend: RankedBackend) -> None:
         self._place, self._hub, self.backend = place, hub, backend
 
+    @property
+    def shares(self) -> int:
+        """Of a chunk: as many as there are replicas of the model."""
+        return share_of(self.backend.inner, self._place).ranks
+
     async def begin(self, incarnation: int, buffer: TrainerBuffer) -> RankedCrew:
         """From here on the chunks of this attachment are fetched."""
         await self._hub.ask(Call.BEGIN, incarnation=incarnation)

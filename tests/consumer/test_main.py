@@ -111,6 +111,13 @@ def test_bad_input_names_the_key_and_writes_nothing(case: str, how: str, write: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_ranks_that_would_stay_idle_are_refused(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    file = write(trainer__ranks=16, buffer__groups_per_step=64, buffer__chunk_groups=8)
+    told = refused(capsys, ["-c", str(file), "--new"])
+    assert "buffer.chunk_groups 8 for 16 data-parallel ranks" in told
+    assert "set buffer.chunk_groups = 16 or more" in told
+
+
 def test_either_new_or_resume_is_asked_for(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
     for argv in ([], ["--new", "--resume"]):
         with pytest.raises(SystemExit) as raised:
