@@ -68,7 +68,9 @@ class TrainerConfig(Section):
         False, description="Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more arithmetic."
     )
     device: str = Field(
-        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N, where two more copies of the weights must fit, for publishing."
+        "cpu",
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description="cpu, cuda or cuda:N. For publishing, two more copies of the weights must fit there, with several ranks or cpu_offload into host memory.",
     )
 
     @model_validator(mode="after")

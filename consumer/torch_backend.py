@@ -33,7 +33,7 @@ from consumer.packed_rows import packed_inputs, quadratic_cost, use_packed_rows
 from consumer.packing import PackedBatch, packed_batches
 from consumer.row_digest import row_digest
 from consumer.shards import shape_of
-from consumer.snapshot_buffers import SnapshotBuffers
+from consumer.snapshot_buffers import SnapshotBuffers, on_device
 from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
 from consumer.token_logprobs import token_logprobs
@@ -61,6 +61,8 @@ class TorchBackend:
     idle_steps = 0
     """So many steps at the start move other weights than these: warm-up begins after them."""
     _weights_dtype, _adapted = torch.float32, False
+    _in_parts = False
+    """The device never has all weights, so copies of them are made in host memory."""
 
     def __init__(
         self, model_path: Path, config: TrainerConfig, *, loss: LossConfig = _DEFAULT_LOSS, temperature: float, seed: int, shared: bool = False
@@ -271,12 +273,12 @@ class TorchBackend:
 
     def snapshot(self) -> HeldWeights:
         if self._buffers is None:
-            self._buffers = SnapshotBuffers(self._published(), torch.device("cpu") if self._shared else self._device)
+            self._buffers = SnapshotBuffers(self._published(), torch.device("cpu") if self._shared else self._device, on_host=self._in_parts)
         return self._buffers.take(self._published())
 
     def digest(self) -> str:
         if self._device.type == "cuda":
-            return row_digest(whole(self._published()))
+            return row_digest(on_device(whole(self._published()), self._device))
         return weights_digest({name: view_bytes(tensor) for part in whole(self._published()) for name, tensor in part.items()})
 
     def capture(self) -> TrainingState:
