@@ -45,7 +45,7 @@ class TrainerConfig(Section):
         description=f"{', '.join(ADVANTAGES)}; or package.module:function, one of your own. docs/advantages.md explains each.",
     )
     lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up. Lower ends better, higher learns faster and forgets more under staleness.")
-    warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises linearly to lr.")
+    warmup_steps: int = Field(10, ge=0, description="Steps, from the optimizer's first, over which the learning rate rises linearly to lr.")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW: decay of the first and second moment.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decoupled weight decay.")
     grad_clip: float = Field(1.0, gt=0, description="Upper bound of the gradient's norm.")

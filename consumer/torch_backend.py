@@ -21,7 +21,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.backend import OtherModel, StepReport, TrainingState
+from consumer.backend import OtherModel, StepReport, TrainingState, check_contents
 from consumer.batch import SHARED_ROW_LIMIT, ChunkBatch, MicroBatch, Siblings, micro_batches
 from consumer.config import TrainerConfig
 from consumer.diagnostics import Measured, Totals, measure, nothing
@@ -58,8 +58,8 @@ class TorchBackend:
 
     _section, _folder_key = "trainer", "model.path"
     """For messages."""
-    idle_steps = 0
-    """So many steps at the start move other weights than these: warm-up begins after them."""
+    passes = 1
+    """Optimizer steps of a step of the run."""
     _weights_dtype, _adapted = torch.float32, False
     _in_parts = False
     """The device never has all weights, so copies of them are made in host memory."""
@@ -112,12 +112,12 @@ class TorchBackend:
 
     def finish_step(self, step: int, divisor: float) -> StepReport:
         totals = self._totals()
-        rate = self._config.lr * min(1.0, max(0, step - self.idle_steps) / max(1, self._config.warmup_steps))
+        rate = self._config.lr * min(1.0, (self.taken // self.passes + 1) / max(1, self._config.warmup_steps))
         if self._loss_config.lr_by_ess:
             rate *= totals.lr_scale
         if not divisor:
             self.abandon_step()
-            return StepReport(loss=0.0, grad_norm=0.0, lr=rate, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
+            return StepReport(loss=0.0, grad_norm=0.0, lr=0.0, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
         if gradients := [p.grad for p in self._parameters.values() if p.grad is not None]:
             torch._foreach_div_(gradients, float(divisor))
         norm = self._gradient_norm()
@@ -130,6 +130,12 @@ class TorchBackend:
             torch.cuda.current_stream(self._device).synchronize()  # the step is over here, not where the weights are first needed
         self.abandon_step()
         return totals.report(divisor, grad_norm=norm, lr=rate, reference=self._reference is not None)
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps so far, checkpoints included: a run's steps need not begin with this optimizer, and may leave the weights as they are."""
+        state = next(iter(self._optimizer.state.values()), None)
+        return int(state["step"]) if state else 0
 
     def abandon_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -231,11 +237,12 @@ class TorchBackend:
 
     def _load_reference(self, path: Path) -> Any:
         """The starting weights once more, whatever the policy is restored to. Raises: `ConfigError` where there will be no room for it all."""
-        size, free = sum(map(_here, self._kept.values())), free_bytes(self._device)
+        place = torch.device("cpu") if self._config.cpu_offload else self._device
+        size, free = sum(map(_here, self._kept.values())), free_bytes(place)
         if size + _TRAINING * size > free:
             raise ConfigError(
-                f"loss.kl_coef {self._loss_config.kl_coef:g}: the reference model takes {_gib(size)} of memory on {self._device}, gradients and optimizer "
-                f"{_gib(_TRAINING * size)} more, and {_gib(free)} are free; set loss.kl_coef = 0, take a larger device, or more of them"
+                f"loss.kl_coef {self._loss_config.kl_coef:g}: the reference model takes {_gib(size)} of memory on {place}, gradients and optimizer "
+                f"{_gib(_TRAINING * size)} more, and {_gib(free)} are free; set loss.kl_coef = 0, take more memory there, or more devices"
             )
         return self._load(path).requires_grad_(False)
 
@@ -305,13 +312,7 @@ class TorchBackend:
 
     def _check(self, state: TrainingState) -> None:
         """Raises: `OtherModel` if it belongs to another model."""
-        if state.others:
-            raise OtherModel(
-                f"the checkpoint has a {min(state.others)} beside the policy: go on with the trainer.advantage it had, or begin a run with model.path at its "
-                "folder model"
-            )
-        if state.base is not None and not self._adapted:
-            raise OtherModel(f"the checkpoint holds an adapter of the weights in {state.base.path}: set lora.rank as it was, or begin a run with --new")
+        check_contents(state, adapted=self._adapted)
         if set(state.weights) != set(self._kept):
             odd = sorted(set(state.weights) ^ set(self._kept))
             raise OtherModel(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct {self._folder_key}")
