@@ -51,6 +51,8 @@ class RankFailed(RollstreamError):
 class Call(StrEnum):
     """What rank 0 asks for."""
 
+    WELCOME = "welcome"
+    """The first: the rank is one of ours. A stranger hears nothing, and rank 0 of an earlier life is nobody's."""
     BEGIN = "begin"
     """This is the incarnation whose chunks follow."""
     FETCH = "fetch"

@@ -265,6 +265,7 @@ class Hub:
 
     async def _listen(self, rank: int, line: Line) -> None:
         self._lines[rank] = line
+        line.send(Command(number=0, call=Call.WELCOME))
         self._changed.set()
         try:
             while True:

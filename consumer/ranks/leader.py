@@ -209,7 +209,7 @@ async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, sta
             watch = group.create_task(_watch(hub, backend), name="trainer:ranks")
             try:
                 await hub.gather(process_group.JOIN_S)
-                await worker.call(backend.make, lambda: _made(config, place, store))
+                await worker.call(backend.make, lambda: _made(config, place, store, hub.token))
                 _LOG.info("%d ranks are here", place.ranks)
                 yield Leading(place, hub, backend)
                 await hub.stop(_LEAVE_S)
@@ -224,8 +224,8 @@ async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, sta
                 watch.cancel()
 
 
-def _made(config: TrainerDaemonConfig, place: Place, store: Any) -> Backend:
-    process_group.join(store, place, process_group.device_of(place, config.trainer.device))
+def _made(config: TrainerDaemonConfig, place: Place, store: Any, token: str) -> Backend:
+    process_group.join(store, place, process_group.device_of(place, config.trainer.device), token=token)
     return make_backend(config, place)
 
 

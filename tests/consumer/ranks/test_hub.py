@@ -30,6 +30,8 @@ async def three() -> AsyncIterator[tuple[Hub, Line, Line]]:
     async with asyncio.timeout(20), Hub(3, "127.0.0.1") as hub:
         lines = [await knock(hub, rank) for rank in (2, 1)]
         await hub.gather(10)
+        for line in lines:
+            assert (await line.receive(Command)).call is Call.WELCOME
         try:
             yield hub, lines[1], lines[0]
         finally:
