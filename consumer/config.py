@@ -130,14 +130,26 @@ class TrainerDaemonConfig(Tree):
         Raises: `ConfigError` naming the keys and what to do.
         """
         check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint, loss=self.loss)
-        check_loss(self.loss, self.rollout)
-        check_critic(self.critic, self.trainer, self.loss)
+        self._check_training(ranks=self.trainer.ranks)
         check_layout(self.megatron, self.trainer)
-        check_trains(self.lora, self.trainer, ranks=self.trainer.ranks)
         check_adapters(self.lora, self.weights, self.placement)
-        self.trackers.check()
         check_turns(self.placement, self.buffer)
         check_ranks(self.placement, self.trainer.ranks)
+
+    def check_alone(self) -> None:
+        """As `check`, for what trains in this process without a run of its own: shadow, replay, recorded stream."""
+        self._check_training(ranks=1)
+        if self.trainer.backend == "megatron" and (needed := self.megatron.tp * self.megatron.pp) > 1:
+            raise ConfigError(
+                f"megatron.tp {self.megatron.tp} with megatron.pp {self.megatron.pp}: --shadow, --recorded and rollstream replay train in one process, and a "
+                f"replica of the model needs {needed} ranks; set both to 1, or trainer.backend = torch, if the model fits"
+            )
+
+    def _check_training(self, *, ranks: int) -> None:
+        check_loss(self.loss, self.rollout)
+        check_critic(self.critic, self.trainer, self.loss)
+        check_trains(self.lora, self.trainer, ranks=ranks)
+        self.trackers.check()
         check_model_folder(self.model_folder)
         if self.critic.model_path:
             check_model_folder(Path(self.critic.model_path).absolute(), key="critic.model_path")
@@ -169,8 +181,6 @@ def check_sections(
             f"weights.publish_every {weights.publish_every} with buffer.max_staleness {buffer.max_staleness}: between two versions everything that engines "
             "could generate is too old to train on, so the run would stand still; set weights.publish_every to at most buffer.max_staleness + 1"
         )
-    if rollout.temperature == 0:
-        raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
     needed = byte_budget_needed(buffer=buffer, rollout=rollout, checkpoint=checkpoint, loss=loss)
     if buffer.byte_budget < needed:
         steps, lower = "D + 1 + checkpoint.keep * interval + buffer.retention", "set buffer.spill, or lower checkpoint.every_steps"
@@ -184,6 +194,8 @@ def check_sections(
 
 def check_loss(loss: LossConfig, rollout: RolloutConfig) -> None:
     """What [loss] asks of what is sampled. Raises: `ConfigError`."""
+    if rollout.temperature == 0:
+        raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
     if loss.needs_teacher and rollout.temperature != 1:
         raise ConfigError(
             f"loss.kind {loss.kind} with rollout.temperature {rollout.temperature:g}: the policy is compared at that temperature with a teacher at 1; set "
