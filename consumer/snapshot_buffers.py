@@ -4,8 +4,8 @@
                └── a newer take finds no free buffer ──► taken over; host() says None
 
 On a CPU a buffer is host memory, and what `host` gives are views of it. On a CUDA device `take` copies from device memory to device memory; `host` then copies
-to pinned host memory on a stream of its own, in the publisher's thread, and the device's buffer is free again as soon as that is done. Where the device has a part
-of the weights only, or none (`on_host`), there is no room for two whole copies: buffers are pinned host memory, `take` copies there, and waits for that.
+to pinned host memory on a stream of its own, in the publisher's thread, and the device's buffer is free again as soon as that is done. Where the device has a
+part of the weights only, or none (`on_host`), there is no room for two whole copies: buffers are pinned host memory, `take` copies there, and waits for that.
 
 Invariants: a buffer is written only by `take`, and never between `host` and `release`. A copy that nobody reads yet may be lost to a newer one, so two buffers
 are enough on a device while one is read at a time; on a CPU a reader that keeps two makes it three.

@@ -298,7 +298,7 @@ async def test_the_end_of_a_rank_ends_a_fetch_that_waits_for_it(groups: list[Any
 
 async def test_a_rank_that_never_answers_a_fetch_ends_rank_0(groups: list[Any], chunk_at: Callable[[int], ChunkRecord], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("consumer.ranks.leader._ANSWER_S", 0.5)
-    with pytest.raises(RankLost, match="rank 1 hangs: asked to fetch"):
+    with pytest.raises(RankLost, match="rank 1 hangs: asked to fetch"):  # noqa: PT012
         async with pair(groups) as both:
             both.shares[1].go.clear()
             await both.crew.fetch(chunk_at(0), lambda _edge: None)

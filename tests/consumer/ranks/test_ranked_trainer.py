@@ -153,7 +153,7 @@ async def test_torchrun_starts_ranks_and_starts_them_again_when_one_is_killed(
     config = validate(TrainerDaemonConfig, tables, source="test")
     assert await ledger.create(identify(config.run, config.model, config.data, config.rollout), config.buffer)
     producing(keys, limit=4 * 2 + 2)  # two steps, and the first chunk of the third
-    launcher = "-m torch.distributed.run --nnodes 1 --nproc-per-node 2 --max-restarts 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0".split()
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     async with asyncio.timeout(280):
         running = await start(as_file(tables), "--resume", launcher=launcher)
         while not ((here := await presence.members()) and here[0].trained == 2 and here[0].waiting_for is Edge.NO_GROUP):
