@@ -36,7 +36,9 @@ class BufferConfig(Section):
     groups_per_step: int = Field(64, ge=1, description="B: groups per optimizer step.")
     pipeline_depth: float = Field(1.5, ge=0, description="D: mean first-token staleness in steps, with weights live at once. 0: on-policy.")
     max_staleness: int = Field(8, ge=0, description="K: hard bound of staleness in steps for every token in a loss.")
-    chunk_groups: int = Field(0, ge=0, description="Groups leased at a time. 0: an eighth of a step.")
+    chunk_groups: int = Field(
+        0, ge=0, description="Groups leased at a time, which the trainer's ranks share out. 0: an eighth of a step, or one a rank where those are more."
+    )
     staleness_guard: StalenessGuard = Field(StalenessGuard.MASK, strict=False, description="mask, drop or correct: what happens to tokens over K.")
     min_kept_share: float = Field(0.5, ge=0, le=1, description="With mask: a group with a smaller share of its trainable tokens left is released for retry.")
     byte_budget: int = Field(4 << 30, ge=1, description="Bytes of payloads in Redis; reserve waits at the limit, nothing is evicted.")

@@ -12,6 +12,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from buffer.config import BufferConfig
+from protocol.errors import ConfigError
 from protocol.messages import GroupHeader
 
 
@@ -31,6 +33,29 @@ class Share:
         if self.ranks == 1:
             return tuple(headers)
         return tuple(headers[at] for at in split([sum(header.lengths) for header in headers], self.ranks)[self.rank])
+
+
+def enough_for(settings: BufferConfig, ranks: int) -> BufferConfig:
+    """`settings` of a run to be made, whose chunks have a group for each of `ranks` where nobody said how large chunks are."""
+    if settings.chunk_groups or settings.chunk >= ranks:
+        return settings
+    return settings.model_copy(update={"chunk_groups": min(ranks, settings.groups_per_step)})
+
+
+def check_enough(settings: BufferConfig, ranks: int, *, made: bool) -> None:
+    """Whether each of `ranks` gets a group of a chunk; those of one replica of the model count as one. `made`: the run is there, and its settings stay.
+
+    Raises: `ConfigError`.
+    """
+    if settings.chunk >= ranks:
+        return
+    if made:
+        todo = f"the run was made so: start at most {settings.chunk}, or make another run with buffer.chunk_groups = {ranks} or more"
+    elif settings.groups_per_step < ranks:
+        todo = f"set buffer.groups_per_step to {ranks} or more, or start at most {settings.groups_per_step}"
+    else:
+        todo = f"set buffer.chunk_groups = {ranks} or more, or leave it out"
+    raise ConfigError(f"buffer.chunk_groups {settings.chunk} for {ranks} data-parallel ranks of the trainer: {ranks - settings.chunk} would stay idle; {todo}")
 
 
 def split(weights: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -81,6 +81,17 @@ class TrainingState:
         return {"weights": self.weights, "optimizer": self.optimizer, **self.others}
 
 
+def check_contents(state: TrainingState, *, adapted: bool = False) -> None:
+    """Whether there is nothing in it but a policy, of all weights or `adapted`: what else it holds would be lost. Raises: `OtherModel`."""
+    if state.others:
+        raise OtherModel(
+            f"the checkpoint has a {min(state.others)} beside the policy: go on with the trainer.advantage it had, or begin a run with model.path at its "
+            "folder model"
+        )
+    if state.base is not None and not adapted:
+        raise OtherModel(f"the checkpoint holds an adapter of the weights in {state.base.path}: set lora.rank as it was, or begin a run with --new")
+
+
 class Backend(Protocol):
     """OPEN: `accumulate(chunk)` any number of times → `finish_step` → OPEN.
 
@@ -106,7 +117,7 @@ class Backend(Protocol):
         """A copy of everything; of several ranks each may give its part. Only between steps: training waits for nothing of a checkpoint but this."""
 
     def restore(self, state: TrainingState) -> None:
-        """Continue from `state`. Raises: `OtherModel` if it is not one of this configuration's."""
+        """Continue from `state`. Raises: `OtherModel` if it is not one of this configuration's (`check_contents`, of what it does not read)."""
 
 
 @runtime_checkable

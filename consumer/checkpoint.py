@@ -43,6 +43,7 @@ from consumer.shards import (
     Told,
     check_size,
     digest_of_index,
+    in_words,
     index_of_files,
     merged,
     read_index,
@@ -175,7 +176,7 @@ def read_checkpoint(reference: CheckpointRef, *, folder: Path, share: tuple[int,
     except CheckpointDamaged:
         raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError, binascii.Error, RollstreamError) as problem:
-        raise CheckpointDamaged(f"checkpoint of step {reference.step} in {path} cannot be read ({type(problem).__name__}: {problem})") from problem
+        raise CheckpointDamaged(f"checkpoint of step {reference.step} in {path} cannot be read ({in_words(problem)})") from problem
 
 
 def _read(path: Path, reference: CheckpointRef, share: tuple[int, int]) -> Checkpoint:
@@ -220,7 +221,7 @@ def saved_state(path: Path, share: tuple[int, int]) -> TrainingState:
     except FileNotFoundError as problem:
         raise CheckpointDamaged(f"{path} is not to be seen here: set checkpoint.dir to a folder that the hosts of all ranks share") from problem
     except (OSError, KeyError, TypeError, ValueError) as problem:
-        raise CheckpointDamaged(f"{path}/state.json cannot be read ({type(problem).__name__}: {problem})") from problem
+        raise CheckpointDamaged(f"{path}/state.json cannot be read ({in_words(problem)})") from problem
     return read_checkpoint(reference, folder=path.parent, share=share).state
 
 
@@ -240,7 +241,7 @@ def saved_weights(reference: CheckpointRef) -> SavedTensors:
         index, digest = open_index(path, int(orjson.loads((path / "state.json").read_bytes())["schema"]))
         verify(path, index, index.files_of(WEIGHTS) if index.files else ())
     except (OSError, KeyError, TypeError, ValueError, RollstreamError) as problem:
-        raise CheckpointDamaged(f"its weights cannot be read ({type(problem).__name__}: {problem})") from problem
+        raise CheckpointDamaged(f"its weights cannot be read ({in_words(problem)})") from problem
     if digest != reference.digest:
         raise CheckpointDamaged(f"it is {digest}, and was saved as {reference.digest}: it is damaged")
     return SavedTensors(path, index.groups[WEIGHTS])

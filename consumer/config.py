@@ -47,7 +47,7 @@ class TrainerConfig(Section):
         description=f"{', '.join(ADVANTAGES)}; or package.module:function, one of your own. docs/advantages.md explains each.",
     )
     lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up. Lower ends better, higher learns faster and forgets more under staleness.")
-    warmup_steps: int = Field(10, ge=0, description="Steps over which the learning rate rises linearly to lr.")
+    warmup_steps: int = Field(10, ge=0, description="Steps, from the optimizer's first, over which the learning rate rises linearly to lr.")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW: decay of the first and second moment.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW: decoupled weight decay.")
     grad_clip: float = Field(1.0, gt=0, description="Upper bound of the gradient's norm.")
@@ -70,7 +70,9 @@ class TrainerConfig(Section):
         False, description="Keep only each layer's input for the backward pass and compute the rest again: less memory, about a third more arithmetic."
     )
     device: str = Field(
-        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N, where two more copies of the weights must fit, for publishing."
+        "cpu",
+        pattern=r"^(cpu|cuda(:\d+)?)$",
+        description="cpu, cuda or cuda:N. For publishing, two more copies of the weights must fit there, with several ranks or cpu_offload into host memory.",
     )
 
     @model_validator(mode="after")
@@ -130,15 +132,27 @@ class TrainerDaemonConfig(Tree):
         Raises: `ConfigError` naming the keys and what to do.
         """
         check_sections(buffer=self.buffer, weights=self.weights, rollout=self.rollout, checkpoint=self.checkpoint, loss=self.loss)
+        self._check_training()
+        check_layout(self.megatron, self.trainer)
+        check_adapters(self.lora, self.weights, self.placement)
+        check_turns(self.placement, self.buffer)
+        check_ranks(self.placement, self.trainer.ranks)
+
+    def check_alone(self) -> None:
+        """As `check`, for what trains in this process without a run of its own: shadow, replay, recorded stream."""
+        self._check_training()
+        if self.trainer.backend == "megatron" and (needed := self.megatron.tp * self.megatron.pp) > 1:
+            raise ConfigError(
+                f"megatron.tp {self.megatron.tp} with megatron.pp {self.megatron.pp}: --shadow, --recorded and rollstream replay train in one process, and a "
+                f"replica of the model needs {needed} ranks; set both to 1, or trainer.backend = torch, if the model fits"
+            )
+
+    def _check_training(self) -> None:
         check_loss(self.loss, self.rollout)
         check_critic(self.critic, self.trainer, self.loss)
         check_kl_reward(self.loss, self.trainer)
-        check_layout(self.megatron, self.trainer)
         check_trains(self.lora, self.trainer)
-        check_adapters(self.lora, self.weights, self.placement)
         self.trackers.check()
-        check_turns(self.placement, self.buffer)
-        check_ranks(self.placement, self.trainer.ranks)
         check_model_folder(self.model_folder)
         check_rank(self.lora, self.model_folder)
         if self.critic.model_path:
@@ -171,8 +185,6 @@ def check_sections(
             f"weights.publish_every {weights.publish_every} with buffer.max_staleness {buffer.max_staleness}: between two versions everything that engines "
             "could generate is too old to train on, so the run would stand still; set weights.publish_every to at most buffer.max_staleness + 1"
         )
-    if rollout.temperature == 0:
-        raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
     needed = byte_budget_needed(buffer=buffer, rollout=rollout, checkpoint=checkpoint, loss=loss)
     if buffer.byte_budget < needed:
         steps, lower = "D + 1 + checkpoint.keep * interval + buffer.retention", "set buffer.spill, or lower checkpoint.every_steps"
@@ -186,6 +198,8 @@ def check_sections(
 
 def check_loss(loss: LossConfig, rollout: RolloutConfig) -> None:
     """What [loss] asks of what is sampled. Raises: `ConfigError`."""
+    if rollout.temperature == 0:
+        raise ConfigError("rollout.temperature 0: greedy rollouts of a prompt are all alike and have no ratio to train on; use a temperature above 0")
     if loss.needs_teacher and rollout.temperature != 1:
         raise ConfigError(
             f"loss.kind {loss.kind} with rollout.temperature {rollout.temperature:g}: the policy is compared at that temperature with a teacher at 1; set "
@@ -195,11 +209,20 @@ def check_loss(loss: LossConfig, rollout: RolloutConfig) -> None:
 
 def check_layout(megatron: MegatronConfig, trainer: TrainerConfig) -> None:
     """Whether the ranks that are asked for fill the layout; torchrun starts as many as it likes. Raises: `ConfigError`."""
-    if trainer.backend == "megatron" and trainer.ranks > 1:
-        try:
-            megatron.data_parallel(trainer.ranks)
-        except ValueError as problem:
-            raise ConfigError(f"trainer.ranks: {problem}") from problem
+    if trainer.ranks > 1:
+        replicas(megatron, trainer, trainer.ranks)
+
+
+def replicas(megatron: MegatronConfig, trainer: TrainerConfig, ranks: int) -> int | None:
+    """Of the model on so many ranks: how many shares of a chunk there are. None: only that backend knows. Raises: `ConfigError`."""
+    if trainer.backend == "torch":
+        return ranks
+    if trainer.backend != "megatron":
+        return None
+    try:
+        return megatron.data_parallel(ranks)
+    except ValueError as problem:
+        raise ConfigError(f"trainer.ranks: {problem}") from problem
 
 
 def check_trains(lora: LoraConfig, trainer: TrainerConfig) -> None:

@@ -23,6 +23,7 @@ from buffer.client import TrainerBuffer
 from buffer.config import BufferConfig
 from buffer.contract import Attachment, CheckpointRef, Ledger, LedgerStatus
 from buffer.recording import RecordingAbout
+from buffer.shares import check_enough
 from buffer.spill import Spiller
 from buffer.storage import Storage, claim_storage, open_storage
 from buffer.upkeep import upkeep
@@ -133,7 +134,10 @@ async def run_trainer(
     wish = hearing(signal.SIGUSR1, Sentinel(config.checkpoint_folder).ask)
     async with Worker() as worker, _ranks(config, place, worker, start_others) as ranks:
         back = None if from_step is None else _Back(step=from_step, abandon=abandon)
-        start = await _start_from(config, ledger, await _backend(config, ranks, worker), worker, new_as=new_as, back=back)
+        backend = await _backend(config, ranks, worker)
+        if ranks is not None:
+            check_enough(settings or config.buffer, ranks.shares, made=new_as is None)
+        start = await _start_from(config, ledger, backend, worker, new_as=new_as, back=back)
         for folder in (config.run.folder, config.checkpoint_folder):  # a person may ask for a checkpoint there before there is one
             await asyncio.to_thread(make_folder, folder)
         async with AuditSpill(client, keys, config.run.folder / "audit.jsonl"), wakeups(client, keys) as waker:

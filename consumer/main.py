@@ -14,8 +14,9 @@ from pathlib import Path
 from buffer.config import BufferConfig
 from buffer.durability import Durability
 from buffer.redis_ledger import RedisLedger
+from buffer.shares import check_enough, enough_for
 from consumer.allocator import keep_freed_memory
-from consumer.config import TrainerDaemonConfig, check_ranks, check_sections
+from consumer.config import TrainerDaemonConfig, check_ranks, check_sections, replicas
 from consumer.daemon import run_trainer
 from consumer.modes import RunHandle, run_recorded, run_shadow
 from consumer.ranks.children import Children, StartOthers, die_with_rank_0
@@ -77,6 +78,12 @@ async def train(options: argparse.Namespace, stop: asyncio.Event, *, address: st
             "redis.url is empty: give the URL of the run's Redis, such as --set redis.url=unix:///run/redis.sock; the one that `rollstream up` started is "
             f"redis_url in {config.run.folder / 'processes.json'}"
         )
+    shares = None
+    if place is not None:
+        shares = replicas(config.megatron, config.trainer, place.ranks)
+        if options.new:
+            config = config.model_copy(update={"buffer": enough_for(config.buffer, shares or place.ranks)})
+            check_enough(config.buffer, shares or 1, made=False)
     if place is not None and place.rank:
         from consumer.ranks.follower import follow  # torch
 
@@ -99,6 +106,7 @@ async def train(options: argparse.Namespace, stop: asyncio.Event, *, address: st
                 run = RunHandle(client=client, keys=keys, ledger=ledger, settings=of_run)
                 await run_shadow(config, run, stop, name=options.shadow, from_step=options.from_step)
                 return
+            check_enough(of_run, shares or 1, made=True)
             check_sections(buffer=of_run, weights=config.weights, rollout=config.rollout, checkpoint=config.checkpoint, loss=config.loss)
         new_as = identity if options.new else None
         arguments = ["-c", options.config, *(part for item in options.set for part in ("--set", item)), "--resume"]
@@ -146,6 +154,8 @@ def _earlier_record(config: TrainerDaemonConfig) -> Path | None:
 
 def _tell_settings(of_run: BufferConfig, here: BufferConfig) -> None:
     differ = [name for name in BufferConfig.model_fields if getattr(of_run, name) != getattr(here, name)]
+    if not here.chunk_groups and "chunk_groups" in differ:  # whatever the run's ranks needed
+        differ.remove("chunk_groups")
     if differ:
         _LOG.warning("[buffer] settings were fixed when the run was made; those of this file are not used: %s", ", ".join(differ))
 

@@ -97,7 +97,7 @@ class Row:
 def micro_batches(batch: ChunkBatch, *, max_tokens: int, share_prompts: bool) -> Iterator[MicroBatch]:
     """The chunk in rows of similar length, at most `max_tokens` with padding at a time (a single longer row goes alone)."""
     groups = [group for group in batch.groups if group.runs.size]
-    if share_prompts and all(group.prefix and _shared_length(group) <= SHARED_ROW_LIMIT for group in groups):
+    if share_prompts and all(group.prefix and _shared_length(group) <= min(SHARED_ROW_LIMIT, max_tokens) for group in groups):
         rows = [_shared_row(group) for group in groups]
     else:
         rows = [row for group in groups for row in plain_rows(group)]

@@ -23,7 +23,7 @@ from buffer.replay import JournalReader, recorded_steps
 from buffer.storage import open_storage
 from consumer.backend import Backend
 from consumer.checkpoint import Checkpoint, Progress, read_checkpoint
-from consumer.config import StopConfig, TrainerDaemonConfig, check_model_folder
+from consumer.config import StopConfig, TrainerDaemonConfig
 from consumer.offline import OfflineParts, OfflineStep, OfflineTraining, StepSource
 from consumer.ranks.making import make_backend
 from consumer.shelf import Shelf, own_folder
@@ -123,6 +123,7 @@ async def run_shadow(config: TrainerDaemonConfig, run: RunHandle, stop: asyncio.
     `shadow-<name>/` in the run's folder and announces itself as a shadow. Order of stopping: the step under way, a checkpoint of it, the heartbeats.
     Raises: `ReplayGap` when a step has left the run before it was read: the run never waits for a shadow.
     """
+    config.check_alone()
     member = f"shadow-{name}"
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--shadow {name!r}: use 1 to 63 letters, digits, '.', '_' or '-', starting with a letter or digit")
@@ -154,6 +155,7 @@ async def run_replay(
 
     `on_step` hears of each: from that checkpoint, a CPU gives the run's weights again, bit by bit.
     """
+    config.check_alone()
     before = steps[0] - 1
     reader = JournalReader(run.ledger, open_storage(run.settings, run.keys.run))
 
@@ -180,7 +182,7 @@ async def run_recorded(config: TrainerDaemonConfig, where: str, stop: asyncio.Ev
 
     From model.path, or from its own newest checkpoint. Steps keep their numbers. Writes `recorded/` in the run's folder.
     """
-    check_model_folder(config.model_folder)
+    config.check_alone()
     source = await asyncio.to_thread(_recorded_source, config, where)
     before = await _before_first(source, where)
     async with _bench(config, config.run.folder / "recorded") as bench:

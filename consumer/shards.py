@@ -177,10 +177,23 @@ def read_index(content: bytes) -> Index:
         groups = {group: {name: _entry(entry) for name, entry in entries.items()} for group, entries in raw["groups"].items()}
         stray = [part.file for entries in groups.values() for entry in entries.values() for part in entry.parts if part.file not in files]
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as problem:
-        raise DecodeError(INDEX, f"{type(problem).__name__}: {problem}") from problem
+        raise DecodeError(INDEX, in_words(problem)) from problem
     if stray or any(name.startswith("/") or ".." in name.split("/") for name in files):
         raise DecodeError(INDEX, "it names files that are not its own")
     return Index(files=files, groups=groups)
+
+
+def in_words(problem: Exception) -> str:
+    """What is wrong with a file of a checkpoint, for a person."""
+    if isinstance(problem, orjson.JSONDecodeError):
+        return f"it is no JSON any more ({problem}): it is torn, or was changed"
+    if isinstance(problem, KeyError):
+        return f"it has no {problem} where there must be one: it is damaged, or not of a checkpoint"
+    if isinstance(problem, OSError):
+        return f"{problem.filename or 'a file'}: {problem.strerror or problem}"
+    if isinstance(problem, RollstreamError):
+        return str(problem)
+    return f"a value is not of the kind that was written there ({problem}): it is damaged"
 
 
 def _entry(raw: Mapping[str, Any]) -> Entry:

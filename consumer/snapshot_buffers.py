@@ -4,7 +4,8 @@
                └── a newer take finds no free buffer ──► taken over; host() says None
 
 On a CPU a buffer is host memory, and what `host` gives are views of it. On a CUDA device `take` copies from device memory to device memory; `host` then copies
-to pinned host memory on a stream of its own, in the publisher's thread, and the device's buffer is free again as soon as that is done.
+to pinned host memory on a stream of its own, in the publisher's thread, and the device's buffer is free again as soon as that is done. Where the device has a
+part of the weights only, or none (`on_host`), there is no room for two whole copies: buffers are pinned host memory, `take` copies there, and waits for that.
 
 Invariants: a buffer is written only by `take`, and never between `host` and `release`. A copy that nobody reads yet may be lost to a newer one, so two buffers
 are enough on a device while one is read at a time; on a CPU a reader that keeps two makes it three.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +43,13 @@ class _Buffer:
 class SnapshotBuffers:
     """`take` from the thread that trains; what it returns may be used in any.
 
-    `tensors`: what will be copied, by name, plain or sharded. On a device, memory for two copies is taken at once.
+    `tensors`: what will be copied, by name, plain or sharded. With a device, memory for two copies is taken at once, there or `on_host`.
     Raises: torch's error if the device has not that much.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device, *, on_host: bool = False) -> None:
         self._layout = {name: (tensor.dtype, torch.Size(tensor.shape)) for name, tensor in tensors.items()}
-        self._device = device
+        self._device, self._on_host = device, on_host and device.type == "cuda"
         self._lock = threading.Lock()
         self._waiting: list[BufferedWeights] = []
         """That nobody reads yet, oldest first."""
@@ -56,7 +57,8 @@ class SnapshotBuffers:
         self._free: list[_Buffer] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+            if not self._on_host:
+                self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
             self._free = [self._made() for _ in range(_ON_DEVICE)]
             _warm_up(device)
 
@@ -65,14 +67,17 @@ class SnapshotBuffers:
         """A copy of `tensors`, complete on return: they may change then. Sharded ones are gathered by bucket; every process of their mesh must call it."""
         buffer = self._claim()
         try:
-            for part in whole(tensors):
-                _copy(buffer.views, part)
-            if self._stream is not None:
+            parts, digest = self._copied(tensors, buffer), ""
+            if self._on_host:
+                digest = row_digest(on_device(parts, self._device))  # while they are there
+            for _ in parts:
+                pass
+            if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
         except BaseException:
             self._give_back(buffer)
             raise
-        held = BufferedWeights(self, buffer, plain=self._stream is None)
+        held = BufferedWeights(self, buffer, plain=self._device.type != "cuda", on_host=self._stream is None, digest=digest)
         with self._lock:
             self._waiting.append(held)
         return held
@@ -123,6 +128,12 @@ class SnapshotBuffers:
 
     # -- parts -----------------------------------------------------------------------------------------------------------------------------------
 
+    def _copied(self, tensors: Mapping[str, Tensor], buffer: _Buffer) -> Iterator[dict[str, Tensor]]:
+        """Each bucket, its copy under way."""
+        for part in whole(tensors):
+            _copy(buffer.views, part, wait=self._device.type != "cuda")
+            yield part
+
     def _claim(self) -> _Buffer:
         with self._lock:
             if self._free:
@@ -143,15 +154,17 @@ class SnapshotBuffers:
 
     def _made(self) -> _Buffer:
         places, size = _places(self._layout)
-        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        place = torch.device("cpu") if self._on_host else self._device
+        flat = torch.empty(size, dtype=torch.uint8, device=place, pin_memory=self._on_host)
         return _Buffer(flat=flat, views=_views(flat, self._layout, places))
 
 
 class BufferedWeights(HeldWeights):
     """Made by `SnapshotBuffers.take`. `digest` on a device is `consumer.row_digest`."""
 
-    def __init__(self, buffers: SnapshotBuffers, buffer: _Buffer, *, plain: bool) -> None:
-        self.plain = plain
+    def __init__(self, buffers: SnapshotBuffers, buffer: _Buffer, *, plain: bool, on_host: bool, digest: str = "") -> None:
+        """`digest`: what it is, if that is known already."""
+        self.plain, self._on_host, self._digest = plain, on_host, digest
         self.buffer: _Buffer | None = buffer
         """Of `buffers`, under its lock; None: given back, or taken over."""
         self._buffers = buffers
@@ -161,6 +174,8 @@ class BufferedWeights(HeldWeights):
 
     def digest(self) -> str:
         buffer = self.buffer
+        if self._digest:
+            return self._digest
         assert buffer is not None, "digest() comes before the memory is given back"
         return weights_digest(_bytes(buffer.views)) if self.plain else row_digest([buffer.views])
 
@@ -182,7 +197,7 @@ class BufferedWeights(HeldWeights):
         buffer = self._buffers.start_reading(self)
         if buffer is None:
             return None
-        if self.plain:
+        if self._on_host:
             return _bytes(buffer.views)
         self._pinned, views = self._buffers.to_host(buffer, getattr(torch, dtype) if dtype else None)
         self._buffers.stop(self)
@@ -192,6 +207,12 @@ class BufferedWeights(HeldWeights):
         return found
 
 
+def on_device(parts: Iterable[Mapping[str, Tensor]], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Each part there, to be digested; what lies there already is not copied."""
+    for part in parts:
+        yield {name: tensor.to(device) for name, tensor in part.items()}
+
+
 def _warm_up(device: torch.device) -> None:
     """Kernels are compiled and loaded when they are first used: not while training waits."""
     words = torch.zeros(8, dtype=torch.int64, device=device)
@@ -199,7 +220,7 @@ def _warm_up(device: torch.device) -> None:
     row_digest([{"words": words}])
 
 
-def _copy(views: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> None:
+def _copy(views: Mapping[str, Tensor], part: Mapping[str, Tensor], *, wait: bool) -> None:
     """Into `views`; what lies in one piece by words of 8 bytes in a few launches, whatever its type."""
     targets, sources = [], []
     for name, source in part.items():
@@ -209,7 +230,7 @@ def _copy(views: Mapping[str, Tensor], part: Mapping[str, Tensor]) -> None:
             targets.append(target.view(-1).view(torch.int64))
             sources.append(source.view(-1).view(torch.int64))
         else:
-            target.copy_(source)
+            target.copy_(source, non_blocking=not wait)
     if targets:
         torch._foreach_copy_(targets, sources)
 

@@ -21,7 +21,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.backend import Base, OtherModel, StepReport, TrainingState
+from consumer.backend import Base, OtherModel, StepReport, TrainingState, check_contents
 from consumer.batch import SHARED_ROW_LIMIT, ChunkBatch, MicroBatch, Siblings, micro_batches
 from consumer.config import TrainerConfig
 from consumer.diagnostics import Measured, Totals, measure, nothing
@@ -33,7 +33,7 @@ from consumer.packed_rows import packed_inputs, quadratic_cost, use_packed_rows
 from consumer.packing import PackedBatch, packed_batches
 from consumer.row_digest import row_digest
 from consumer.shards import shape_of
-from consumer.snapshot_buffers import SnapshotBuffers
+from consumer.snapshot_buffers import SnapshotBuffers, on_device
 from consumer.teacher import check_teacher
 from consumer.tensor_bytes import copy_in, copy_out, view_bytes
 from consumer.token_advantages import numbered, token_count
@@ -59,11 +59,13 @@ class TorchBackend:
 
     _section, _folder_key = "trainer", "model.path"
     """For messages."""
-    idle_steps = 0
-    """So many steps at the start move other weights than these: warm-up begins after them."""
+    passes = 1
+    """Optimizer steps of a step of the run."""
     _weights_dtype = torch.float32
     _base: Base | None = None
     """Of the weights that stay as they are, where an adapter is trained."""
+    _in_parts = False
+    """The device never has all weights, so copies of them are made in host memory."""
 
     def __init__(
         self, model_path: Path, config: TrainerConfig, *, loss: LossConfig = _DEFAULT_LOSS, temperature: float, seed: int, shared: bool = False
@@ -113,12 +115,12 @@ class TorchBackend:
 
     def finish_step(self, step: int, divisor: float) -> StepReport:
         totals = self._totals()
-        rate = self._config.lr * min(1.0, max(0, step - self.idle_steps) / max(1, self._config.warmup_steps))
+        rate = self._config.lr * min(1.0, (self.taken // self.passes + 1) / max(1, self._config.warmup_steps))
         if self._loss_config.lr_by_ess:
             rate *= totals.lr_scale
         if not divisor:
             self.abandon_step()
-            return StepReport(loss=0.0, grad_norm=0.0, lr=rate, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
+            return StepReport(loss=0.0, grad_norm=0.0, lr=0.0, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
         if gradients := [p.grad for p in self._parameters.values() if p.grad is not None]:
             torch._foreach_div_(gradients, float(divisor))
         norm = self._gradient_norm()
@@ -131,6 +133,12 @@ class TorchBackend:
             torch.cuda.current_stream(self._device).synchronize()  # the step is over here, not where the weights are first needed
         self.abandon_step()
         return totals.report(divisor, grad_norm=norm, lr=rate, reference=self._loss_config.needs_reference)
+
+    @property
+    def taken(self) -> int:
+        """Optimizer steps so far, checkpoints included: a run's steps need not begin with this optimizer, and may leave the weights as they are."""
+        state = next(iter(self._optimizer.state.values()), None)
+        return int(state["step"]) if state else 0
 
     def abandon_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -245,12 +253,13 @@ class TorchBackend:
 
     def _load_reference(self, path: Path) -> Any:
         """The starting weights once more, whatever the policy is restored to. Raises: `ConfigError` where there will be no room for it all."""
-        size, free = sum(map(_here, self._kept.values())), free_bytes(self._device)
+        place = torch.device("cpu") if self._config.cpu_offload else self._device
+        size, free = sum(map(_here, self._kept.values())), free_bytes(place)
         key = "kl_coef" if self._loss_config.needs_reference else "kl_reward_coef"
         if size + _TRAINING * size > free:
             raise ConfigError(
-                f"loss.{key} {getattr(self._loss_config, key):g}: the reference model takes {_gib(size)} of memory on {self._device}, gradients and optimizer "
-                f"{_gib(_TRAINING * size)} more, and {_gib(free)} are free; set loss.{key} = 0, take a larger device, or more of them"
+                f"loss.{key} {getattr(self._loss_config, key):g}: the reference model takes {_gib(size)} of memory on {place}, gradients and optimizer "
+                f"{_gib(_TRAINING * size)} more, and {_gib(free)} are free; set loss.{key} = 0, take more memory there, or more devices"
             )
         return self._load(path).requires_grad_(False)
 
@@ -288,12 +297,12 @@ class TorchBackend:
 
     def snapshot(self) -> HeldWeights:
         if self._buffers is None:
-            self._buffers = SnapshotBuffers(self._published(), torch.device("cpu") if self._shared else self._device)
+            self._buffers = SnapshotBuffers(self._published(), torch.device("cpu") if self._shared else self._device, on_host=self._in_parts)
         return self._buffers.take(self._published())
 
     def digest(self) -> str:
         if self._device.type == "cuda":
-            return row_digest(whole(self._published()))
+            return row_digest(on_device(whole(self._published()), self._device))
         return weights_digest({name: view_bytes(tensor) for part in whole(self._published()) for name, tensor in part.items()})
 
     def capture(self) -> TrainingState:
@@ -321,13 +330,7 @@ class TorchBackend:
 
     def _check(self, state: TrainingState) -> None:
         """Raises: `OtherModel` if it belongs to another model."""
-        if state.others:
-            raise OtherModel(
-                f"the checkpoint has a {min(state.others)} beside the policy: go on with the trainer.advantage it had, or begin a run with model.path at its "
-                "folder model"
-            )
-        if state.base is not None and self._base is None:
-            raise OtherModel(f"the checkpoint holds an adapter of the weights in {state.base.path}: set lora.rank as it was, or begin a run with --new")
+        check_contents(state, adapted=self._base is not None)
         if set(state.weights) != set(self._kept):
             odd = sorted(set(state.weights) ^ set(self._kept))
             raise OtherModel(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct {self._folder_key}")

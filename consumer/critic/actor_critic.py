@@ -36,7 +36,7 @@ class ActorCritic:
 
     def __init__(self, policy: TorchBackend, critic: Critic, config: CriticConfig, penalty: KlPenalty) -> None:
         self._policy, self._critic, self._config, self._penalty = policy, critic, config, penalty
-        policy.idle_steps = config.warmup_steps
+        critic.backend.passes = config.epochs
         self._held: list[ChunkBatch] = []
         """Of the step, where its advantages are compared with each other."""
         self.reads_its_part: bool = getattr(policy, "reads_its_part", False)

@@ -41,10 +41,10 @@ def trust_region(terms: Terms, *, tv_threshold: float, ratio_cap: float, pull: f
     held = log_r.detach().exp()
     moved = terms.target.detach().exp() - terms.behaviour.exp()
     dropped = ((terms.advantage > 0) & (moved > tv_threshold)) | ((terms.advantage < 0) & (moved < -tv_threshold))
-    weight = (held.clamp(max=ratio_cap) if ratio_cap else held) * terms.advantage
+    weight = held.clamp(max=ratio_cap) if ratio_cap else held
     # log r has the gradient of log pi (mu is a constant), and is bounded where log pi may be -inf (0 times -inf is no number).
-    loss = -weight.masked_fill(dropped, 0.0) * log_r + pull * log_r.square()
-    return TokenLoss(loss, dropped, held)
+    loss = -(weight * terms.advantage).masked_fill(dropped, 0.0) * log_r + pull * log_r.square()
+    return TokenLoss(loss, dropped | (held > weight), held)
 
 
 def decoupled_ppo(terms: Terms, *, clip_low: float, clip_high: float, ratio_cap: float, proximal: Literal["recompute", "loglinear"] = "recompute") -> TokenLoss:
@@ -59,9 +59,10 @@ def decoupled_ppo(terms: Terms, *, clip_low: float, clip_high: float, ratio_cap:
     """
     held = log_ratio(terms.target, terms.behaviour).detach().exp()
     near = loglinear_proximal(terms) if proximal == "loglinear" else terms.proximal
-    weight = log_ratio(near, terms.behaviour).exp()
+    rho = log_ratio(near, terms.behaviour).exp()
+    weight = rho.clamp(max=ratio_cap) if ratio_cap else rho
     loss, clipped = clip(log_ratio(terms.target, near).exp(), terms.advantage, clip_low=clip_low, clip_high=clip_high)
-    return TokenLoss((weight.clamp(max=ratio_cap) if ratio_cap else weight) * loss, clipped, held)
+    return TokenLoss(weight * loss, clipped | (rho > weight), held)
 
 
 def loglinear_proximal(terms: Terms) -> Tensor:

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, set_t
 from numpy.typing import NDArray
 from torch import Tensor
 
-from consumer.backend import OtherModel, StepReport, TrainingState
+from consumer.backend import OtherModel, StepReport, TrainingState, check_contents
 from consumer.batch import ChunkBatch
 from consumer.config import TrainerConfig
 from consumer.diagnostics import Measured, Totals, measure, nothing
@@ -140,12 +140,12 @@ class MegatronBackend:
 
     def finish_step(self, step: int, divisor: float) -> StepReport:
         totals = self._totals()
-        rate = self._config.lr * min(1.0, step / max(1, self._config.warmup_steps))
+        rate = self._config.lr * min(1.0, (self._optimizer.steps + 1) / max(1, self._config.warmup_steps))
         if self._loss_config.lr_by_ess:
             rate *= totals.lr_scale
         if not divisor:
             self.abandon_step()
-            return StepReport(loss=0.0, grad_norm=0.0, lr=rate, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
+            return StepReport(loss=0.0, grad_norm=0.0, lr=0.0, entropy=0.0, clip_fraction=0.0, ratio_dev=0.0)
         finalize_model_grads([self._stage])
         self._stage.scale_gradients(1.0 / divisor)
         norm = self._optimizer.clip()
@@ -283,6 +283,7 @@ class MegatronBackend:
     def restore(self, state: TrainingState) -> None:
         """No random number is drawn in training, so `state.rng` is kept for other backends only."""
         self.abandon_step()
+        check_contents(state)
         expected = self._names()
         if odd := sorted(set(state.weights) ^ expected):
             raise OtherModel(f"the checkpoint belongs to another model: parameter {odd[0]} is in only one of them; correct model.path")

@@ -3,8 +3,9 @@
     rank 0 ──── Command ────► rank r        FETCH, COLLATE, ACCUMULATE, FINISH, …; one `number` for each
            ◄─── Answer ─────                DONE or REFUSED once; AGREE and BLOCKED any number of times before; FAILED: rank r ends
 
-A command waits hours for the next one, so nothing here has a deadline for silence. What is dead is known all the same: a process that ends closes its
-connection, and the kernels ask each other for a host that is gone (`DEAD_S`). Whoever waits for an answer gives it a deadline.
+A command waits hours for the next one, so a line has no deadline for silence. What is dead is known all the same: a process that ends closes its
+connection, and the kernels ask each other for a host that is gone (`DEAD_S`). A process that is stopped, or stuck, has a kernel that answers for it: whoever
+waits for an answer gives it a deadline.
 
 Why a socket and not torch's TCPStore, which the ranks meet at anyway: in the store a rank that was killed is silence (a waiting `get` ends at its own
 deadline and at nothing else), a client has one call at a time (a `set` behind a waiting `get` of the same client came back only when the `get` timed out:
@@ -50,6 +51,8 @@ class RankFailed(RollstreamError):
 class Call(StrEnum):
     """What rank 0 asks for."""
 
+    WELCOME = "welcome"
+    """The first: the rank is one of ours. A stranger hears nothing, and rank 0 of an earlier life is nobody's."""
     BEGIN = "begin"
     """This is the incarnation whose chunks follow."""
     FETCH = "fetch"

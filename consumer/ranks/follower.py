@@ -51,6 +51,8 @@ _REFUSED = (LedgerRegressed, StepOrder, Fenced)
 """What a fetch may meet when Redis lost writes, or another trainer came: rank 0 knows what to do."""
 _SAY_S = 10.0
 """A collective that failed here failed because of another rank: so long rank 0's word on it is waited for."""
+_AGAIN_S = 0.5
+"""Nobody is at the channel that the store tells of: so long until it is asked again."""
 T = TypeVar("T")
 
 
@@ -272,13 +274,12 @@ async def follow(config: TrainerDaemonConfig, place: Place) -> None:
         await check_server(client, url=config.redis.url)
         async with Worker() as worker, wakeups(client, keys) as waker:
             store = await worker.call(process_group.open_store, place)
-            port, token = await worker.call(process_group.find_channel, store, place)
-            async with _line_to(place, port, token) as line:
+            async with line_to_rank_0(place, store) as (line, token):
                 follower = Follower(
                     place,
                     line,
                     worker,
-                    make=functools.partial(_made, config, place, store),
+                    make=functools.partial(_made, config, place, store, token),
                     open_buffer=functools.partial(_open_buffer, config, client, keys, waker),
                     collate=functools.partial(
                         collate_step,
@@ -293,8 +294,8 @@ async def follow(config: TrainerDaemonConfig, place: Place) -> None:
         await client.aclose()
 
 
-def _made(config: TrainerDaemonConfig, place: Place, store: Any) -> Backend:
-    process_group.join(store, place, process_group.device_of(place, config.trainer.device))
+def _made(config: TrainerDaemonConfig, place: Place, store: Any, token: str) -> Backend:
+    process_group.join(store, place, process_group.device_of(place, config.trainer.device), token=token)
     return make_backend(config, place)
 
 
@@ -306,14 +307,42 @@ async def _open_buffer(config: TrainerDaemonConfig, client: Client, keys: Keys, 
 
 
 @contextlib.asynccontextmanager
-async def _line_to(place: Place, port: int, token: str) -> AsyncIterator[Line]:
+async def line_to_rank_0(place: Place, store: Any) -> AsyncIterator[tuple[Line, str]]:
+    """The channel to rank 0 of this life of the ranks, and its token. What an earlier life left in the store is tried until rank 0 has replaced it.
+
+    Raises: `RankLost` after `process_group.JOIN_S`.
+    """
+    port = 0
     try:
         async with asyncio.timeout(process_group.JOIN_S):
-            line = Line(*await asyncio.open_connection(place.host, port))
-    except (OSError, TimeoutError) as problem:
-        raise RankLost(f"rank {place.rank}: rank 0 does not answer at {place.host}:{port} ({problem})") from problem
+            while True:
+                port, token = await asyncio.to_thread(process_group.find_channel, store, place)
+                if (line := await knock(place, port, token)) is not None:
+                    break
+                await asyncio.sleep(_AGAIN_S)
+    except TimeoutError as problem:
+        raise RankLost(f"rank {place.rank}: rank 0 does not answer at {place.host}:{port} within {process_group.JOIN_S:.0f} s; see its log") from problem
     try:
-        line.send(Hello(rank=place.rank, token=token))
-        yield line
+        yield line, token
     finally:
         await line.close()
+
+
+async def knock(place: Place, port: int, token: str) -> Line | None:
+    """The line to whoever listens there, if that is rank 0 and takes this rank for one of its own."""
+    try:
+        line = Line(*await asyncio.open_connection(place.host, port))
+    except OSError:
+        return None
+    try:
+        line.send(Hello(rank=place.rank, token=token))
+        async with asyncio.timeout(_SAY_S):
+            if (await line.receive(Command)).call is Call.WELCOME:
+                return line
+    except (ConnectionError, TimeoutError, WireError):
+        pass
+    except BaseException:
+        await line.close()
+        raise
+    await line.close()
+    return None

@@ -42,12 +42,15 @@ class Talk:
         self._done: dict[int, asyncio.Future[Answer]] = {rank: loop.create_future() for rank in ranks}
         self._values: dict[int, asyncio.Queue[int]] = {rank: asyncio.Queue() for rank in ranks}
         """Bounded by 1: no rank says a second value before it has heard of the first."""
+        self._heard = dict.fromkeys(ranks, loop.time())
+        """When each last said something of this, or was told what all had to agree on."""
 
     async def agree(self, revision: int) -> tuple[int, int]:
         """`buffer.client.Agree`: as often as every other rank calls its own."""
         values = [revision, *[await queue.get() for queue in self._values.values()]]
         lowest, highest = min(values), max(values)
         self._hub.tell(Command(number=self._number, call=Call.AGREED, lowest=lowest, highest=highest))
+        self._heard = dict.fromkeys(self._heard, asyncio.get_running_loop().time())
         return lowest, highest
 
     async def done(self) -> dict[int, Answer]:
@@ -58,7 +61,19 @@ class Talk:
                 future.result()
         return {rank: future.result() for rank, future in self._done.items()}
 
+    async def silent(self, seconds: float) -> int:
+        """Return once a rank that has to say something has said nothing for so long: which. One that waits to hear what all agree on has said its value."""
+        loop = asyncio.get_running_loop()
+        while True:
+            owing = {rank: heard for rank, heard in self._heard.items() if not self._done[rank].done() and self._values[rank].empty()}
+            first = min(owing, key=lambda rank: owing[rank], default=None)
+            until = loop.time() if first is None else owing[first]
+            if first is not None and loop.time() >= until + seconds:
+                return first
+            await asyncio.sleep(until + seconds - loop.time())
+
     def hear(self, rank: int, answer: Answer) -> None:
+        self._heard[rank] = asyncio.get_running_loop().time()
         future = self._done[rank]
         if future.done():
             return
@@ -141,9 +156,9 @@ class Hub:
             raise self._failure
 
     @contextlib.asynccontextmanager
-    async def talk(self, call: Call, *, blocked: Blocked | None = None, **fields: Any) -> AsyncIterator[Talk]:
-        """Tell all others, and hear them while the context is open; `blocked` hears what they wait for. Raises: the failure there was; `RankLost` once
-        rank 0 ends.
+    async def talk(self, call: Call, *, blocked: Blocked | None = None, silence_s: float = 0.0, **fields: Any) -> AsyncIterator[Talk]:
+        """Tell all others, and hear them while the context is open; `blocked` hears what they wait for. A rank that owes an answer and says nothing for
+        `silence_s` is lost; 0: whoever waits has a deadline of its own. Raises: the failure there was; `RankLost` once rank 0 ends.
         """
         if self._failure is not None:
             raise self._failure
@@ -151,15 +166,19 @@ class Hub:
             raise RankLost("rank 0 ends")
         number = next(self._numbers)
         talk = self._talks[number] = Talk(self, number, self._expected, blocked)
+        watch = asyncio.create_task(self._hear_out(talk, call, silence_s), name="trainer:silence") if silence_s else None
         try:
             self.tell(Command(number=number, call=call, **fields))
             yield talk
         finally:
+            if watch is not None:
+                watch.cancel()
             del self._talks[number]
             talk.forget()
 
-    async def ask(self, call: Call, **fields: Any) -> dict[int, Answer]:
-        async with self.talk(call, **fields) as talk:
+    async def ask(self, call: Call, *, silence_s: float = 0.0, **fields: Any) -> dict[int, Answer]:
+        """What every other rank answers. See `talk`."""
+        async with self.talk(call, silence_s=silence_s, **fields) as talk:
             return await talk.done()
 
     def tell(self, command: Command) -> None:
@@ -211,6 +230,10 @@ class Hub:
             self._changed.clear()
             await self._changed.wait()
 
+    async def _hear_out(self, talk: Talk, call: Call, seconds: float) -> None:
+        rank = await talk.silent(seconds)
+        self._fail(RankLost(f"rank {rank} hangs: asked to {call}, it has said nothing for {seconds:g} s, and its connection is open"))
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -242,6 +265,7 @@ class Hub:
 
     async def _listen(self, rank: int, line: Line) -> None:
         self._lines[rank] = line
+        line.send(Command(number=0, call=Call.WELCOME))
         self._changed.set()
         try:
             while True:

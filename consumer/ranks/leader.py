@@ -40,7 +40,7 @@ from weightsync.snapshot import TensorBytes
 
 _LOG = logging.getLogger(__name__)
 _ANSWER_S = process_group.COLLECTIVE_S
-"""Rank 0 has done its part of a call, and so must all others by then."""
+"""Rank 0 has done its part of a call, and so must all others by then. Of a fetch, no longer silence: who waits for the ledger says so every second."""
 _SAY_S = 5.0
 """A collective that failed here failed because of another rank: so long what that says, or its end, is waited for."""
 _LEAVE_S = 15.0
@@ -149,7 +149,8 @@ class RankedCrew:
         self._buffer, self._backend, self._hub, self._share = buffer, backend, hub, share_of(backend.inner, place)
 
     async def fetch(self, chunk: ChunkRecord, on_blocked: Callable[[Edge], None]) -> tuple[ChunkRecord, Groups]:
-        async with self._hub.talk(Call.FETCH, blocked=on_blocked, step=chunk.step, chunk=chunk.chunk, record=encode_chunk(chunk)) as talk:
+        about = {"step": chunk.step, "chunk": chunk.chunk, "record": encode_chunk(chunk)}
+        async with self._hub.talk(Call.FETCH, blocked=on_blocked, silence_s=_ANSWER_S, **about) as talk:
             try:
                 async with asyncio.TaskGroup() as group:
                     mine = group.create_task(self._buffer.fetch_share(chunk, self._share, talk.agree, on_blocked), name="trainer:share")
@@ -179,9 +180,14 @@ class Leading:
     def __init__(self, place: Place, hub: Hub, backend: RankedBackend) -> None:
         self._place, self._hub, self.backend = place, hub, backend
 
+    @property
+    def shares(self) -> int:
+        """Of a chunk: as many as there are replicas of the model."""
+        return share_of(self.backend.inner, self._place).ranks
+
     async def begin(self, incarnation: int, buffer: TrainerBuffer) -> RankedCrew:
         """From here on the chunks of this attachment are fetched."""
-        await self._hub.ask(Call.BEGIN, incarnation=incarnation)
+        await self._hub.ask(Call.BEGIN, silence_s=_ANSWER_S, incarnation=incarnation)
         return RankedCrew(buffer, self.backend, self._hub, self._place)
 
 
@@ -203,7 +209,7 @@ async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, sta
             watch = group.create_task(_watch(hub, backend), name="trainer:ranks")
             try:
                 await hub.gather(process_group.JOIN_S)
-                await worker.call(backend.make, lambda: _made(config, place, store))
+                await worker.call(backend.make, lambda: _made(config, place, store, hub.token))
                 _LOG.info("%d ranks are here", place.ranks)
                 yield Leading(place, hub, backend)
                 await hub.stop(_LEAVE_S)
@@ -218,8 +224,8 @@ async def leading(config: TrainerDaemonConfig, place: Place, worker: Worker, sta
                 watch.cancel()
 
 
-def _made(config: TrainerDaemonConfig, place: Place, store: Any) -> Backend:
-    process_group.join(store, place, process_group.device_of(place, config.trainer.device))
+def _made(config: TrainerDaemonConfig, place: Place, store: Any, token: str) -> Backend:
+    process_group.join(store, place, process_group.device_of(place, config.trainer.device), token=token)
     return make_backend(config, place)
 
 

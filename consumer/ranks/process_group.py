@@ -25,6 +25,8 @@ JOIN_S = 300.0
 """From the first rank's start to the last one's: imports, and the start of containers."""
 COLLECTIVE_S = 600.0
 """A rank waits for another in a collective. They run micro-batches of like size in step, so this is for one that hangs."""
+_CHANNEL = "rollstream/channel"
+"""In a store that may have known earlier lives of the ranks. torchrun counts restarts on each host by itself, so no number of its own tells them apart."""
 _WAKE_S = 4.0
 """A rank is gone: whoever waits for it in a collective is woken by that with gloo; with NCCL by `abort`."""
 
@@ -43,29 +45,32 @@ def open_store(place: Place) -> TCPStore:
 
 
 def tell_channel(store: Store, port: int, token: str) -> None:
-    """Where rank 0 listens, for the others."""
-    store.set(_name("channel"), f"{port} {token}")
+    """Where rank 0 of this life of the ranks listens, for the others: in place of what was told in an earlier life, if the store is older."""
+    store.set(_CHANNEL, f"{port} {token}")
 
 
 def find_channel(store: Store, place: Place) -> tuple[int, str]:
-    """Port and token of rank 0's channel, as soon as it listens. Blocks. Raises: `RankLost` if it does not within `JOIN_S`."""
+    """Port and token of rank 0's channel, as soon as one was told; it may be that of an earlier life, which nobody answers at. Blocks.
+
+    Raises: `RankLost` if none was within `JOIN_S`.
+    """
     try:
-        told = store.get(_name("channel")).decode()
+        told = store.get(_CHANNEL).decode()
     except RuntimeError as problem:
         raise RankLost(f"rank {place.rank}: rank 0 did not open its channel within {JOIN_S:.0f} s ({_first_line(problem)}); see its log") from problem
     port, _, token = told.partition(" ")
     return int(port), token
 
 
-def join(store: Store, place: Place, device: torch.device) -> None:
-    """Make the default group, of all ranks. Blocks until all are there. Raises: `RankLost`."""
+def join(store: Store, place: Place, device: torch.device, *, token: str) -> None:
+    """Make the default group, of all ranks that know this life's `token`. Blocks until all are there. Raises: `RankLost`."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore(_name("ranks"), store),
+            store=PrefixStore(f"rollstream/{token}", store),
             rank=place.rank,
             world_size=place.ranks,
             timeout=timedelta(seconds=COLLECTIVE_S),
@@ -116,11 +121,6 @@ def echoes(problem: BaseException) -> bool:
     return isinstance(problem, dist.DistError) or (
         isinstance(problem, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection closed", "process group"))
     )
-
-
-def _name(what: str) -> str:
-    """In a store that may have known earlier lives of the ranks: torchrun counts them."""
-    return f"rollstream/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{what}"
 
 
 def _first_line(problem: BaseException) -> str:

@@ -49,6 +49,7 @@ class ShardedBackend(TorchBackend):
     """
 
     reads_its_part = True
+    _in_parts = True
 
     def __init__(
         self, model_path: Path, config: TrainerConfig, *, loss: LossConfig, temperature: float, seed: int, shared: bool = False, **further: Any

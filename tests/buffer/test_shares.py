@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.shares import Share, split
+from buffer.config import BufferConfig
+from buffer.shares import Share, check_enough, enough_for, split
+from protocol.errors import ConfigError
 
 WEIGHTS = st.lists(st.integers(0, 40_000), max_size=40)
 
@@ -33,6 +35,27 @@ def test_log_normal_lengths_are_balanced_within_a_few_percent() -> None:
     weights = [int(2000 * 2.718 ** ((i * 37 % 64 - 32) / 24)) for i in range(64)]
     loads = [sum(weights[at] for at in part) for part in split(weights, 8)]
     assert max(loads) <= 1.03 * sum(weights) / 8
+
+
+def test_a_chunk_of_nobody_s_size_has_a_group_for_each_rank() -> None:
+    assert enough_for(BufferConfig(groups_per_step=64), 16).chunk == 16
+    assert enough_for(BufferConfig(groups_per_step=64), 4).chunk == 8
+    assert enough_for(BufferConfig(groups_per_step=64, chunk_groups=2), 4).chunk == 2
+    assert enough_for(BufferConfig(groups_per_step=4), 16).chunk == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "made", "todo"),
+    [
+        (BufferConfig(groups_per_step=64, chunk_groups=8), False, "8 would stay idle; set buffer.chunk_groups = 16 or more"),
+        (BufferConfig(groups_per_step=4, chunk_groups=4), False, "12 would stay idle; set buffer.groups_per_step to 16 or more, or start at most 4"),
+        (BufferConfig(groups_per_step=64), True, "start at most 8, or make another run with buffer.chunk_groups = 16"),
+    ],
+)
+def test_ranks_that_would_never_have_a_group_are_refused(settings: BufferConfig, made: bool, todo: str) -> None:
+    check_enough(settings, settings.chunk, made=made)
+    with pytest.raises(ConfigError, match=todo):
+        check_enough(settings, 16, made=made)
 
 
 def test_one_rank_takes_all() -> None:

@@ -199,3 +199,13 @@ def test_siblings_with_different_prompts_or_long_ones_take_a_row_each(make_recor
     (part,) = micro_batches(collate(make_record(step=6), [(header, other)], group_std), max_tokens=10_000, share_prompts=True)
     assert part.attention is None
     assert part.input_ids.shape[0] == 3
+
+
+def test_siblings_that_together_exceed_a_micro_batch_do_not_share_a_row(make_record: Record, header_of: Callable[..., GroupHeader]):
+    groups = [random_group(5, header_of, size=6)]
+    batch = collate(make_record(step=6), groups, group_std)
+    longest = max(len(rollout.tokens) for rollout in groups[0][1].rollouts)
+    (together,) = micro_batches(batch, max_tokens=10_000, share_prompts=True)
+    assert together.input_ids.shape[1] > longest
+    for limit in (longest, together.input_ids.shape[1] - 1):
+        assert all(part.input_ids.size <= limit for part in micro_batches(batch, max_tokens=limit, share_prompts=True))

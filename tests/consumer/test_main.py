@@ -116,6 +116,26 @@ def test_bad_input_names_the_key_and_writes_nothing(case: str, how: str, write: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("case", ["teacher at another temperature", "gae without a critic", "gae on megatron", "greedy", "no model of the critic", "no model"])
+def test_a_recording_is_trained_by_a_checked_configuration_too(case: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    changes, words = BAD[case]
+    told = refused(capsys, ["-c", str(write(**changes)), "--recorded", "/no/such/recording"])
+    assert all(word in told for word in words)
+
+
+def test_one_process_is_told_that_a_replica_of_the_model_needs_more(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    file = write(trainer__backend="megatron", trainer__ranks=4, megatron__tp=2, megatron__pp=2)
+    told = refused(capsys, ["-c", str(file), "--recorded", "/no/such/recording"])
+    assert "train in one process, and a replica of the model needs 4 ranks" in told
+
+
+def test_ranks_that_would_stay_idle_are_refused(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
+    file = write(trainer__ranks=16, buffer__groups_per_step=64, buffer__chunk_groups=8)
+    told = refused(capsys, ["-c", str(file), "--new"])
+    assert "buffer.chunk_groups 8 for 16 data-parallel ranks" in told
+    assert "set buffer.chunk_groups = 16 or more" in told
+
+
 def test_either_new_or_resume_is_asked_for(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]):
     for argv in ([], ["--new", "--resume"]):
         with pytest.raises(SystemExit) as raised:

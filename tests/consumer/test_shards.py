@@ -109,6 +109,14 @@ def test_ranks_that_do_not_make_up_whole_tensors_are_refused(tmp_path: Path):
         broken["groups"]["weights"]["wide"][key] = value
         with pytest.raises(DecodeError):
             read_index(orjson.dumps(broken))
+    for content, words in (
+        (b'{"files": {', "it is no JSON any more"),
+        (b'{"files": {}}', "it has no 'groups'"),
+        (b'{"files": [], "groups": {}}', "a value is not"),
+    ):
+        with pytest.raises(DecodeError, match=words) as raised:
+            read_index(content)
+        assert "Error" not in str(raised.value)
 
 
 def test_a_rank_without_the_folder_and_a_folder_without_the_part_say_what_to_share(tmp_path: Path, model_path: Path):

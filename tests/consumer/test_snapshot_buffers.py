@@ -143,6 +143,25 @@ def test_a_device_may_cast_on_the_way_to_what_numpy_would_make(device: torch.dev
 
 
 @needs_cuda
+def test_what_a_device_has_in_parts_is_copied_to_host_memory_alone():
+    tensors = weights(CUDA) | {"offloaded": torch.randn(9, 4)}
+    before = torch.cuda.memory_allocated()
+    buffers = SnapshotBuffers(tensors, CUDA, on_host=True)
+    for seed in range(3):
+        change(tensors, seed)
+        expected = as_bytes(tensors)
+        held = buffers.take(tensors)
+        change(tensors, 100)
+        read = held.host("bfloat16")
+        assert read is not None
+        assert plain(read) == plain(expected)
+        assert not held.plain
+        assert digest_of(held) == row_digest([{name: tensor.to(CUDA) for name, tensor in (weights(CPU, seed) | {"offloaded": tensors["offloaded"]}).items()}])
+        held.release()
+    assert torch.cuda.memory_allocated() == before
+
+
+@needs_cuda
 def test_a_number_beyond_float16_is_refused_on_the_way_from_a_device():
     tensors = {"w": torch.tensor([1.0, 1e6], device=CUDA)}
     with pytest.raises(WeightError, match=r"tensor w .*float16"):

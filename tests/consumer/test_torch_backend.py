@@ -275,6 +275,36 @@ def trained(backend: TorchBackend, sampler: Any, make_record: Record, steps: ran
     return reports
 
 
+def test_warm_up_counts_the_steps_of_the_optimizer_whatever_their_number(sampler: Any, make_backend: Make, make_record: Record):
+    backend, resumed = (make_backend(lr=1.0, warmup_steps=4) for _ in range(2))
+    batch = collated(sampler, make_record(1), range(2))
+
+    def rate(one: TorchBackend, step: int) -> float:
+        one.accumulate(batch)
+        return one.finish_step(step, batch.divisor).lr
+
+    assert [rate(backend, step) for step in (41, 42)] == [0.25, 0.5]
+    assert backend.finish_step(43, 0.0).lr == 0, "no step of the optimizer"
+    resumed.restore(backend.capture())
+    assert [rate(one, step) for one in (backend, resumed) for step in (44, 45, 46)] == [0.75, 1.0, 1.0] * 2
+
+
+def test_room_for_a_reference_is_asked_of_host_memory_where_the_weights_lie_there(make_backend: Make, monkeypatch: pytest.MonkeyPatch):
+    asked: list[torch.device] = []
+
+    def free(place: torch.device) -> int:
+        asked.append(place)
+        return 1 << 40
+
+    monkeypatch.setattr("consumer.torch_backend.free_bytes", free)
+    backend = make_backend(loss={"kl_coef": 0.1})
+    backend._device = torch.device("cuda")
+    backend._config = backend._config.model_copy(update={"cpu_offload": True})
+    monkeypatch.setattr(backend, "_load", lambda _: backend._reference)
+    backend._load_reference(Path())
+    assert asked[-1] == torch.device("cpu")
+
+
 def test_the_reference_stays_the_starting_weights_whatever_is_restored(sampler: Any, make_backend: Make, make_record: Record):
     backend, resumed = make_backend(loss={"kl_coef": 0.1}), make_backend(loss={"kl_coef": 0.1})
     first, *later = trained(backend, sampler, make_record, range(1, 4))

@@ -75,8 +75,11 @@ def test_the_dual_clip_bounds_what_a_rare_token_with_negative_advantage_costs(ma
 
 
 @pytest.mark.parametrize("cap", [2.0, 0.0])
-def test_trust_region_is_its_formula(agrees: Any, cap: float):
+def test_trust_region_is_its_formula(agrees: Any, terms: Terms, slope: Any, cap: float):
     told = agrees(partial(trust_region, tv_threshold=0.1, ratio_cap=cap, pull=1e-3), partial(naive_trust, cap=cap))
+    kept = [slope(trust_region(terms, tv_threshold=bound, ratio_cap=most, pull=0.0), terms) for bound, most in ((0.1, cap), (1.0, 0.0))]
+    found = trust_region(terms, tv_threshold=0.1, ratio_cap=cap, pull=0.0).clipped
+    assert torch.equal(found & (terms.advantage != 0), kept[0] != kept[1]), "just those whose gradient is another"
     assert 0 < told.clipped.sum() < len(told.clipped)
 
 
@@ -86,6 +89,7 @@ def test_the_cap_bounds_a_rare_token_that_the_threshold_lets_pass(make_terms: Ca
         terms = make_terms([[rare]])
         told = trust_region(terms, tv_threshold=0.2, ratio_cap=cap, pull=0.0)
         assert -slope(told, terms).item() == pytest.approx(expected)
+        assert told.clipped.tolist() == [cap > 0]
 
 
 @pytest.mark.parametrize("cap", [1.2, 0.0])
@@ -99,8 +103,10 @@ def test_decoupled_ppo_is_its_formula(agrees: Any, cap: float, proximal: Any):
 def test_where_proximal_is_target_decoupled_ppo_has_the_gradient_of_truncated_importance_sampling(terms: Terms, slope: Any):
     terms = replace(terms, proximal=terms.target.detach())
     told = decoupled_ppo(terms, clip_low=0.2, clip_high=0.28, ratio_cap=2.0)
-    torch.testing.assert_close(slope(told, terms), slope(truncated_is(terms, ratio_cap=2.0), terms))
-    assert not told.clipped.any()
+    truncated = truncated_is(terms, ratio_cap=2.0)
+    torch.testing.assert_close(slope(told, terms), slope(truncated, terms))
+    assert torch.equal(told.clipped, truncated.clipped)
+    assert told.clipped.any()
 
 
 def test_the_loglinear_proximal_goes_from_behaviour_to_target_with_age(terms: Terms):

@@ -166,10 +166,11 @@ def _resume(folder: Path, job: Job, straight: Any) -> dict[str, Any]:
     found["idle"] = {"grad_norm": report.grad_norm, "same": _same(before, again.snapshot())}
     train(again, range(2, 4))
     found["straight"], found["again"] = _arrays(straight.snapshot()), _arrays(again.snapshot())
-    try:
-        again.restore(TrainingState(weights={}, optimizer={}, rng={}))
-    except RollstreamError as problem:
-        found["refused"] = str(problem)
+    for name, odd in {"refused": TrainingState(weights={}, optimizer={}, rng={}), "critic": dataclasses.replace(whole, others={"critic": {}})}.items():
+        try:
+            again.restore(odd)
+        except RollstreamError as problem:
+            found[name] = str(problem)
     parallel_state.destroy_model_parallel()
     other = _megatron(folder, dataclasses.replace(job, layout={"pp": 2} if job.layout.get("tp") else {"tp": 2, "distributed_optimizer": False}))
     other.restore(whole)

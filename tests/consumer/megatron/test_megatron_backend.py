@@ -142,6 +142,7 @@ def test_what_is_captured_goes_on_bit_by_bit_and_anywhere(found: Found, name: st
     _same(seen["from_torch"], seen["state"])
     assert 0.3 < seen["share"] < 0.7, "each rank captures its part"
     assert seen["refused"].startswith("the checkpoint belongs to another model: parameter model.embed_tokens.weight")
+    assert seen["critic"].startswith("the checkpoint has a critic beside the policy: go on with the trainer.advantage it had")
 
 
 def _same(seen: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,9 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Process]]]:
     """Starts a rank, or a trainer that starts its own; whatever a failed test leaves is killed."""
     processes: list[Process] = []
 
-    async def begin(file: Path, how: str, *sets: str, **environment: str) -> Process:
+    async def begin(file: Path, how: str, *sets: str, launcher: Sequence[str] = (), **environment: str) -> Process:
         options = [part for item in sets for part in ("--set", item)]
-        command = [sys.executable, "-m", "consumer.main", "-c", str(file), how, *options]
+        command = [sys.executable, *launcher, "-m", "consumer.main", "-c", str(file), how, *options]
         environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         processes.append(await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment, stderr=asyncio.subprocess.PIPE))
         return processes[-1]

@@ -17,8 +17,9 @@ from consumer.batch import ChunkBatch
 from consumer.checkpoint import Checkpoint, CheckpointDamaged, Progress, read_checkpoint, write_checkpoint
 from consumer.journal import JournalTail
 from consumer.parts import Place
-from consumer.ranks.channel import Call, Hello, Line, RankFailed, RankLost
-from consumer.ranks.follower import Follower
+from consumer.ranks import process_group
+from consumer.ranks.channel import Call, Line, RankFailed, RankLost
+from consumer.ranks.follower import Follower, knock, line_to_rank_0
 from consumer.ranks.hub import Hub
 from consumer.ranks.leader import RankedBackend, RankedCrew
 from consumer.ranks.place import Place as RankPlace
@@ -126,8 +127,8 @@ async def pair(groups: list[Any], *, broken: str = "", here: str = "", makes_s: 
         return other
 
     async with asyncio.timeout(30), Worker() as worker, Worker() as others_worker, Hub(2, "127.0.0.1") as hub:
-        line = Line(*await asyncio.open_connection("127.0.0.1", hub.port))
-        line.send(Hello(rank=1, token=hub.token))
+        line = await knock(RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1), hub.port, hub.token)
+        assert line is not None
         follower = Follower(place, line, others_worker, make=make, open_buffer=open_buffer, collate=collate)
         following = asyncio.create_task(followed(follower, line))
         try:
@@ -295,13 +296,21 @@ async def test_the_end_of_a_rank_ends_a_fetch_that_waits_for_it(groups: list[Any
             await fetching
 
 
+async def test_a_rank_that_never_answers_a_fetch_ends_rank_0(groups: list[Any], chunk_at: Callable[[int], ChunkRecord], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("consumer.ranks.leader._ANSWER_S", 0.5)
+    with pytest.raises(RankLost, match="rank 1 hangs: asked to fetch"):  # noqa: PT012
+        async with pair(groups) as both:
+            both.shares[1].go.clear()
+            await both.crew.fetch(chunk_at(0), lambda _edge: None)
+
+
 async def test_a_backend_that_cannot_be_made_is_told(groups: list[Any]):
     def make() -> Backend:
         raise RollstreamError("model.path: no such folder")
 
     async with asyncio.timeout(30), Worker() as worker, Hub(2, "127.0.0.1") as hub:
-        line = Line(*await asyncio.open_connection("127.0.0.1", hub.port))
-        line.send(Hello(rank=1, token=hub.token))
+        line = await knock(RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1), hub.port, hub.token)
+        assert line is not None
         place = RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
         follower = Follower(place, line, worker, make=make, open_buffer=None, collate=collate)  # type: ignore[arg-type]
         with pytest.raises(ExceptionGroup):
@@ -318,3 +327,26 @@ async def test_the_end_of_rank_0_is_seen_by_one_that_waits_for_commands(groups: 
             await asyncio.shield(both.following)
     assert ended.group_contains(RankLost, match="rank 0 is gone")
     assert ended.value.exceptions[0].exit_code == EXIT_TRY_AGAIN
+
+
+async def test_what_an_earlier_life_told_is_passed_over_until_rank_0_tells_where_it_is(monkeypatch: pytest.MonkeyPatch):
+    """One store for all lives, as torchrun's on the first host, which each host counts by itself."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+
+    store, place = HashStore(), RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
+    monkeypatch.setattr("consumer.ranks.follower._AGAIN_S", 0.01)
+    async with asyncio.timeout(30), Hub(2, "127.0.0.1") as before, Hub(2, "127.0.0.1") as now:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+        process_group.tell_channel(store, before.port, "of an earlier life")
+
+        async def follow() -> str:
+            async with line_to_rank_0(place, store) as (_, token):
+                return token
+
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        following = asyncio.create_task(follow())
+        while not before._tasks:
+            await asyncio.sleep(0)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+        process_group.tell_channel(store, now.port, now.token)
+        assert await following == now.token

@@ -30,6 +30,8 @@ async def three() -> AsyncIterator[tuple[Hub, Line, Line]]:
     async with asyncio.timeout(20), Hub(3, "127.0.0.1") as hub:
         lines = [await knock(hub, rank) for rank in (2, 1)]
         await hub.gather(10)
+        for line in lines:
+            assert (await line.receive(Command)).call is Call.WELCOME
         try:
             yield hub, lines[1], lines[0]
         finally:
@@ -125,6 +127,20 @@ async def test_a_fault_seen_in_a_collective_gives_way_to_that_of_the_rank_that_b
     async with three() as (hub, one, _):
         one.send(Answer(number=0, kind=Kind.FAILED, words="RuntimeError: Connection closed by peer", echo=True))
         assert str(await hub.failure()) == "rank 1: RuntimeError: Connection closed by peer"
+
+
+async def test_a_rank_that_hangs_with_its_connection_open_is_lost_and_one_that_waits_is_not():
+    async with three() as (hub, one, two):
+        with pytest.raises(RankLost, match="rank 1 hangs: asked to begin") as raised:
+            await hub.ask(Call.BEGIN, silence_s=0.05)
+        assert raised.value.exit_code == EXIT_TRY_AGAIN
+        assert (await two.receive(Command)).call is Call.BEGIN
+        assert (await two.receive(Command)).call is Call.END
+    for said in ({"kind": Kind.AGREE, "revision": 1}, {"kind": Kind.BLOCKED, "edge": Edge.NO_GROUP.value}):
+        async with three() as (hub, one, two), hub.talk(Call.FETCH, silence_s=1.0) as talk:
+            await answer(one, **said)
+            with pytest.raises(RankLost, match="rank 2 hangs: asked to fetch"):
+                await talk.done()
 
 
 async def test_what_the_ledger_refused_a_rank_is_no_end_of_it():

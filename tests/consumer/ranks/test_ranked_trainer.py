@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -141,3 +142,27 @@ async def test_a_rank_that_raises_ends_all_with_its_message_and_those_that_rank_
     status = await ledger.status()
     assert status.incarnation == 2
     assert status.trained in (1, 3), "in the step after that of the checkpoint, or of none if rank 1 was faster"
+
+
+@pytest.mark.timeout(300)
+async def test_torchrun_starts_ranks_and_starts_them_again_when_one_is_killed(
+    redis: Client, keys: Keys, make_config: Tables, as_file: Callable[..., Path], producing: Callable[..., Any], start: Start
+):
+    tables = make_config(trainer__backend="tests.consumer.ranks.reducing_backend:ReducingBackend", checkpoint__every_steps=2, stop__steps=6)
+    ledger, presence = RedisLedger(redis, keys), Presence(redis, keys, "trainer", TrainerStatus)
+    config = validate(TrainerDaemonConfig, tables, source="test")
+    assert await ledger.create(identify(config.run, config.model, config.data, config.rollout), config.buffer)
+    producing(keys, limit=4 * 2 + 2)  # two steps, and the first chunk of the third
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    async with asyncio.timeout(280):
+        running = await start(as_file(tables), "--resume", launcher=launcher)
+        while not ((here := await presence.members()) and here[0].trained == 2 and here[0].waiting_for is Edge.NO_GROUP):
+            assert running.returncode is None, (await running.communicate())[1].decode()
+            await asyncio.sleep(0.1)
+        os.kill(here[0].pid, signal.SIGKILL)
+        producing(keys, engine=False)
+        told = (await running.communicate())[1].decode()
+        assert running.returncode == 0, told
+    status, witness = await ledger.status(), read_witness(Path(tables["run"]["dir"]) / "witness.jsonl")
+    assert (status.trained, status.incarnation) == (6, 2)
+    assert [line.step for line in witness if line.incarnation == 2][-1] == 6
