@@ -305,6 +305,7 @@ class _Host:
                 folder=relay_folder(config.weights, config.run),
                 ranks=config.engine.tp,
                 lora=config.lora,
+                fixed=self._fleet == EVAL_FLEET,
             ),
             config=config.weights,
             wakeups=waker,

@@ -42,10 +42,12 @@ def make_transports(
     folder: str | os.PathLike[str],
     ranks: int = 1,
     lora: LoraConfig = _NO_LORA,
+    fixed: bool = False,
 ) -> Transports:
     """The configured way with the store behind it. Opens nothing.
 
     `ranks`: tensor-parallel ranks of the engine.
+    `fixed`: it goes for what it is asked for and not for the newest: where a weight server is past that, the store is asked.
     `folder`: of this machine's whole copies, for versions that an engine cannot load from where they are: deltas, and a store behind a URL.
     """
     if isinstance(store, AdapterStore):
@@ -60,7 +62,7 @@ def make_transports(
 
     kind = IpcTransport if config.transport == "ipc" else CollectiveTransport
     fast = kind(control=control, session=session, presence=servers, config=config, engine_id=engine_id, boot_nonce=boot_nonce, ranks=ranks)
-    return Transports(fast, last)
+    return Transports(fast, last, fixed=fixed)
 
 
 def _from_store(config: WeightsConfig, *, store: VersionStore, control: EngineControl, client: Client, keys: Keys, folder: str | os.PathLike[str]) -> Transport:
