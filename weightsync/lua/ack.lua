@@ -15,7 +15,7 @@ if ARGV[3] ~= '' then
     return 'SUPERSEDED'
   end
 end
-if facts.version ~= '' and older(version, facts.version) then
+if goes_back(version, facts.version) then
   return 'BACKWARD'
 end
 redis.call('HDEL', KEYS[6], 'held:' .. engine, 'claim:' .. engine)
