@@ -35,6 +35,7 @@ from producer.engine.desk import Desk
 from producer.engine.hosted import EngineFault, Hosted, Kind, Misfit
 from producer.engine.key import admin_key, engine_key
 from producer.engine.kinds import make_kind
+from producer.engine.sglang.arguments import gpus_of
 from producer.engine.turns import DeviceTurns
 from producer.stopping import unless
 from protocol.config import ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Tree
@@ -304,6 +305,7 @@ class _Host:
                 boot_nonce=boot_nonce,
                 folder=relay_folder(config.weights, config.run),
                 ranks=config.engine.tp,
+                gpus=gpus_of(config.engine, index, os.environ),
                 lora=config.lora,
                 fixed=self._fleet == EVAL_FLEET,
             ),
