@@ -10,7 +10,10 @@ if facts.boot ~= boot then
   return 'SUPERSEDED'
 end
 if ARGV[3] ~= '' then
-  local lock = redis.call('HGET', KEYS[7], engine) or ''
+  local lock = redis.call('HGET', KEYS[7], engine)
+  if not lock then
+    return 'UNKNOWN' -- Redis lost it, and no other has it
+  end
   if string.sub(lock, 1, #boot + #ARGV[3] + 2) ~= boot .. '|' .. ARGV[3] .. '|' then
     return 'SUPERSEDED'
   end

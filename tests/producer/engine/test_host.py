@@ -323,6 +323,17 @@ async def test_an_engine_that_evaluates_gets_from_the_store_what_the_weight_serv
             await run.until(lambda engines: [engine.transport for engine in engines] == ["gloo"])
 
 
+async def test_a_redis_too_slow_to_say_goodbye_to_costs_a_host_that_stops_nothing(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Its registration runs out by itself; an exit as if by a fault would have it started again."""
+    monkeypatch.setattr(host, "_LEAVE_S", 0.0)
+    await run.create()
+    stop = asyncio.Event()
+    async with run.hosted(stop) as task:
+        await run.until(lambda engines: len(engines) == 1)
+        stop.set()
+        await task
+
+
 def test_the_noise_of_a_boot_follows_from_seed_index_and_nonce():
     seeds = {host._sampling_seed(seed, index, nonce) for seed in (0, 1) for index in (0, 1) for nonce in ("a", "b")}
     assert len(seeds) == 8
