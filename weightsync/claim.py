@@ -67,8 +67,8 @@ class Claim:
     async def look(self, at_hand: Version | None, *, whole: bool = False) -> Seen | Locked:
         """Renew the lock and read what there is to decide on; what may be taken is pinned in the same step (rule W5).
 
-        `whole`: this machine cannot make versions from deltas now, so it goes for the whole one that the newest is made from, if that is no way back from what it
-        acked (rule V3).
+        `whole`: this machine cannot make versions from deltas now, so it goes for the whole one that the newest is made from, if that is no way back from what
+        it acked (rule V3).
         Raises: `Superseded` when a newer boot has this engine id.
         """
         keys = self._keys

@@ -74,7 +74,7 @@ class Transports:
     """The ways of one engine, as one. Not a failure of the primary but only one of the store reaches the reconciler before the engine is touched."""
 
     def __init__(self, primary: Transport | None, store: Transport, *, fixed: bool = False) -> None:
-        """`primary` None: there is only the store. `fixed`: the engine stays with the version it is asked for, so no newer one makes up for one that is gone."""
+        """`primary` None: there is only the store. `fixed`: the engine stays with the version it is asked for, so no newer one will do."""
         self._primary, self._store, self._fixed = primary, store, fixed
         self._choice = Choice()
         self._prepared = Way.STORE

@@ -78,10 +78,10 @@ class Registry:
         return bool(answer == b"NEW")
 
     async def ack(self, engine_id: str, boot_nonce: str, version: Version, *, reconciler: str = "", times: UpdateTimes | None = None) -> bool:
-        """The engine serves `version`, verified: it is routable from now on. False if Redis has lost its registration or lock (its next beat and look mend that;
-        apply and ack again).
+        """The engine serves `version`, verified: it is routable from now on. False if Redis has lost its registration or lock (its next beat and look mend
+        that; apply and ack again).
 
-        Raises: `Superseded` (a newer boot, or another holder of the reconciler lock), `WeightError` (older, within the incarnation, than what it acked: rule V3).
+        Raises: `Superseded` (a newer boot, or another holder of the reconciler lock), `WeightError` (older, within an incarnation, than what it acked).
         """
         keys, times = self._keys, times or UpdateTimes()
         answer = await _ACK(

@@ -53,7 +53,8 @@ class ServedTransport(Generic[Ready]):
         gpus: Collection[str] = (),
     ) -> None:
         """`presence`: of role `WEIGHT_SERVER`. `ranks`: tensor-parallel ranks of the engine. `gpus`: what its GPUs are called (`weightsync.gpus`); empty: not
-        known."""
+        known.
+        """
         self._control = control
         self._session = session
         self._presence = presence

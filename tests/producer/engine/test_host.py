@@ -307,7 +307,9 @@ async def test_the_engine_waits_for_a_group_as_long_as_the_run_says(run: Run, se
                 )
 
 
-async def test_an_engine_that_evaluates_gets_from_the_store_what_the_weight_server_is_past(run: Run, session: aiohttp.ClientSession, model_b: Path, redis_url: str):
+async def test_an_engine_that_evaluates_gets_from_the_store_what_the_weight_server_is_past(
+    run: Run, session: aiohttp.ClientSession, model_b: Path, redis_url: str
+):
     """Whatever way is set: what it is asked for stays, and a server goes on with the newest."""
     await run.create()
     asked, newest = await run.publish(model_b), await run.publish(model_b)

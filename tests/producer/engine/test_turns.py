@@ -80,7 +80,7 @@ async def test_an_answer_that_nobody_understands_ends_a_life_of_the_engine_and_n
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         control = EngineControl(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
         device = DeviceTurns(Turns(run.client, run.keys, run.waker), EngineId("e0"), "b1")
-        with pytest.raises(EngineFault, match="cannot take turns: .*expected a JSON object"):
+        with pytest.raises(EngineFault, match=r"cannot take turns: .*expected a JSON object"):
             await device._between_turns(control, run.registry)
     finally:
         await runner.cleanup()
