@@ -11,6 +11,7 @@ from buffer.contract import RunState
 from deploy.snapshot import Picture
 from producer.engine.turns import AWAY
 from protocol.messages import EngineId, EngineState, EngineStatus
+from weightsync.aim import EVAL_FLEET
 
 NEEDS_SERVER = frozenset({"gloo", "nccl", "ipc"})
 """Values of `weights.transport` that a weight server brings."""
@@ -120,4 +121,6 @@ def channel(picture: Picture) -> list[str]:
 
 
 def _by_another_way(picture: Picture, status: EngineStatus) -> bool:
-    return bool(picture.transport and status.transport and status.version is not None) and status.transport != picture.transport
+    """Those that evaluate may be asked for what a weight server is past, so the store brings it and nothing broke."""
+    known = picture.transport and status.transport and status.version is not None and status.fleet != EVAL_FLEET
+    return bool(known) and status.transport != picture.transport

@@ -18,7 +18,7 @@ from buffer.redis_ledger import RedisLedger
 from deploy.config import reader_url
 from deploy.snapshot import lag_of
 from deploy.trouble import trouble_of
-from producer.engine.key import engine_key
+from producer.engine.key import admin_key, engine_key
 from protocol.config import RedisConfig, RunConfig, Tree, load
 from protocol.connection import connect
 from protocol.errors import EXIT_DRAINED, EXIT_FAULT, ApplyFailed, DecodeError, EngineUnavailable, RedisUnavailable, RunMissing, VersionGone
@@ -190,7 +190,7 @@ class _Told(EngineControl):
     """Control of an engine whose answers are told."""
 
     def __init__(self, session: aiohttp.ClientSession, engine: EngineStatus, progress: _Progress) -> None:
-        super().__init__(session, engine.url, api_key=engine_key())
+        super().__init__(session, engine.url, api_key=engine_key(), admin_key=admin_key())
         self._engine, self._progress = engine, progress
         progress.asking(engine)
 

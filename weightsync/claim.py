@@ -67,8 +67,8 @@ class Claim:
     async def look(self, at_hand: Version | None, *, whole: bool = False) -> Seen | Locked:
         """Renew the lock and read what there is to decide on; what may be taken is pinned in the same step (rule W5).
 
-        `whole`: this machine cannot make versions from deltas now, so it goes for the whole one that the newest is made from, if that is not older than what it
-        acked.
+        `whole`: this machine cannot make versions from deltas now, so it goes for the whole one that the newest is made from, if that is no way back from what
+        it acked (rule V3).
         Raises: `Superseded` when a newer boot has this engine id.
         """
         keys = self._keys
@@ -96,7 +96,7 @@ class Claim:
     async def renew(self) -> None:
         """Renew the lock alone, during work on the engine that takes longer than the lock lasts: what is looked for and pinned stays as it was.
 
-        Raises: `Superseded` when the lock is lost.
+        Raises: `Superseded` when another has the lock.
         """
         keys = self._keys
         if await _RENEW(self._client, keys=[keys.reconcilers], args=[*self._who, self.owner, int(LOCK_S * 1000)]) != 1:
@@ -105,7 +105,7 @@ class Claim:
     async def pause(self, version: Version, *, most: int, valid_s: float, idle: bool, serving_share: float = 0.0) -> bool:
         """The right to pause the engine for `valid_s` and load `version`, which is pinned so long, the lock with it.
 
-        False: others are paused, or waiting with an older version (rule W8), or `version` was collected before this (rule W5).
+        False: others are paused, or waiting with an older version (rule W8), `version` was collected before this (rule W5), or Redis lost the lock.
         `idle`: the engine has no request. It counts for one that is off the routes alone: on them a request may arrive before the pause does, or under it.
         `serving_share`: of the routable engines, so many go on decoding while this one, if it is routable, is paused; one may always be.
         Raises: `Superseded` when the lock is lost.

@@ -73,9 +73,9 @@ class Choice:
 class Transports:
     """The ways of one engine, as one. Not a failure of the primary but only one of the store reaches the reconciler before the engine is touched."""
 
-    def __init__(self, primary: Transport | None, store: Transport) -> None:
-        """`primary` None: there is only the store."""
-        self._primary, self._store = primary, store
+    def __init__(self, primary: Transport | None, store: Transport, *, fixed: bool = False) -> None:
+        """`primary` None: there is only the store. `fixed`: the engine stays with the version it is asked for, so no newer one will do."""
+        self._primary, self._store, self._fixed = primary, store, fixed
         self._choice = Choice()
         self._prepared = Way.STORE
         self.problem = ""
@@ -97,8 +97,10 @@ class Transports:
             try:
                 async with asyncio.timeout(primary_s + _GRACE_S):
                     await self._primary.prepare(manifest, deadline_s=primary_s)
-            except VersionGone:
-                raise
+            except VersionGone as problem:  # no fault of the way
+                if not self._fixed:
+                    raise  # a newer one is there, or will be
+                self._leave(problem)
             except (*_BROKEN, ManifestError) as problem:  # it reads the files by a way of its own: whether they are damaged, the store says
                 self._choice.prepare_failed(time.monotonic())
                 self._leave(problem, manifest)

@@ -40,7 +40,7 @@ class Sight:
     state: EngineState | None
     """None: this boot is not registered, so it could not ack."""
     acked: Version | None = None
-    """What a ROUTABLE boot acked, as the registry remembers it; None: not told. Redis may have lost the newest ack (rule R1)."""
+    """What this boot acked, as the registry remembers it; None: not told. Redis may have lost the newest ack (rule R1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class Core:
     def seen(self, sight: Sight) -> None:
         """A fresh look at Redis; it also ends a refusal."""
         self._sight, self._refused = sight, False
+        if self._floor is None:  # an ack of this boot that another core made
+            self._floor = sight.acked
 
     def prepared(self, version: Version) -> None:
         self._prepared = version

@@ -78,9 +78,10 @@ class Registry:
         return bool(answer == b"NEW")
 
     async def ack(self, engine_id: str, boot_nonce: str, version: Version, *, reconciler: str = "", times: UpdateTimes | None = None) -> bool:
-        """The engine serves `version`, verified: it is routable from now on. False if it is not registered (its next beat does that; apply and ack again).
+        """The engine serves `version`, verified: it is routable from now on. False if Redis has lost its registration or lock (its next beat and look mend
+        that; apply and ack again).
 
-        Raises: `Superseded` (a newer boot, or another holder of the reconciler lock), `WeightError` (older than what it acked).
+        Raises: `Superseded` (a newer boot, or another holder of the reconciler lock), `WeightError` (older, within an incarnation, than what it acked).
         """
         keys, times = self._keys, times or UpdateTimes()
         answer = await _ACK(
@@ -95,7 +96,7 @@ class Registry:
         if answer == b"SUPERSEDED":
             raise Superseded(f"engine {engine_id}: ack of {version} came from a boot or reconciler that is no longer the registered one")
         if answer == b"BACKWARD":
-            raise WeightError(f"engine {engine_id}: ack of {version}, older than what it acked before; an engine never goes back")
+            raise WeightError(f"engine {engine_id}: ack of {version}, older than what it acked before; an engine never goes back within an incarnation")
         return bool(answer == b"OK")
 
     async def mark_unfit(self, engine_id: str, boot_nonce: str, reason: str) -> bool:

@@ -87,7 +87,7 @@ def draft_delta(snapshot: Snapshot, parent: Manifest, base: Mapping[str, TensorB
         elements=changes.elements,
         changed_elements=changes.changed,
     )
-    return Draft(manifest, {DELTA_FILE: changes.blobs})
+    return Draft(manifest, {DELTA_FILE: changes.blobs} if changes.blobs else {})  # a file is named by the tensors that are in it
 
 
 def _full(snapshot: Snapshot, sums: Mapping[str, str], location: str, bucket_bytes: int) -> Draft:

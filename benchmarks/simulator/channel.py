@@ -85,7 +85,8 @@ class Channel:
         lock = self.locks.get(engine)
         if "reconciler_lock" in self.keeps and (lock is None or lock[:2] != (boot, reconciler)):
             raise Superseded(f"engine {engine}: ack by a reconciler that lost its lock")
-        if facts.version is not None and version < facts.version and "acks_forward" in self.keeps:
+        back = facts.version is not None and version.incarnation == facts.version.incarnation and version < facts.version
+        if back and "acks_forward" in self.keeps:
             raise WeightError(f"engine {engine}: ack of {version} after {facts.version}")
         self.held.pop(engine, None)
         self.claims.pop(engine, None)

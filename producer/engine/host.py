@@ -23,6 +23,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import aiohttp
 import xxhash
@@ -36,6 +37,7 @@ from producer.engine.hosted import EngineFault, Hosted, Kind, Misfit
 from producer.engine.key import admin_key, engine_key
 from producer.engine.kinds import make_kind
 from producer.engine.nodes import NodeMissing, Nodes
+from producer.engine.sglang.arguments import gpus_of
 from producer.engine.turns import DeviceTurns
 from producer.stopping import unless
 from protocol.config import ModelConfig, PlacementConfig, RedisConfig, RolloutConfig, RunConfig, Tree
@@ -132,7 +134,7 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
 class _Fault:
     """How a life ended that nobody had asked to end."""
 
-    problem: EngineFault | BaseExceptionGroup[EngineFault]
+    problem: EngineFault | BaseExceptionGroup[EngineFault | ConfigError]
     was_ready: bool
 
 
@@ -184,17 +186,22 @@ async def _life(
             raise
         return _Fault(EngineFault(str(problem)), was_ready=False)
     except BaseExceptionGroup as group:
-        faults, others = group.split(EngineFault)
+        faults, others = group.split((EngineFault, ConfigError) if lives.count else (EngineFault,))  # the second as above
         if faults is None or others is not None:
             raise
         return _Fault(_only(faults), host is not None and host.was_ready)
 
 
-def _only(group: BaseExceptionGroup[EngineFault]) -> EngineFault | BaseExceptionGroup[EngineFault]:
+_Ends: TypeAlias = BaseExceptionGroup[EngineFault | ConfigError]
+
+
+def _only(group: _Ends) -> EngineFault | _Ends:
     """What it says, if it is one alone."""
     inner: BaseException = group
     while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
         (inner,) = inner.exceptions
+    if isinstance(inner, ConfigError):
+        return EngineFault(str(inner))
     return inner if isinstance(inner, EngineFault) else group
 
 
@@ -317,8 +324,10 @@ class _Host:
                 boot_nonce=boot_nonce,
                 folder=relay_folder(config.weights, config.run),
                 ranks=config.engine.tp,
+                gpus=gpus_of(config.engine, index, os.environ),
                 lora=config.lora,
                 seen=None if self._nodes is None else self._nodes.see,
+                fixed=self._fleet == EVAL_FLEET,
             ),
             config=config.weights,
             wakeups=waker,
@@ -335,7 +344,8 @@ class _Host:
             with contextlib.suppress(TimeoutError, RollstreamError):
                 await self._say_goodbye("fault")
             raise
-        await self._say_goodbye("stopped" if stop.is_set() else "run drained")
+        with contextlib.suppress(TimeoutError):  # its registration runs out by itself
+            await self._say_goodbye("stopped" if stop.is_set() else "run drained")
         with contextlib.suppress(TimeoutError, RollstreamError):
             async with asyncio.timeout(_LEAVE_S):
                 await self._clear_memory()

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from producer.engine.hosted import EngineFault
-from protocol.errors import ApplyFailed, EngineUnavailable, RedisUnavailable
+from protocol.errors import ApplyFailed, DecodeError, EngineUnavailable, RedisUnavailable
 from protocol.messages import EngineId
 from weightsync.control import EngineControl
 from weightsync.registry import Registry
@@ -82,7 +82,7 @@ class DeviceTurns:
             await self._take()
             await control.resume_memory(deadline_s=_MOVE_S)
             await control.resume(deadline_s=_MOVE_S)
-        except (ApplyFailed, EngineUnavailable) as problem:
+        except (ApplyFailed, EngineUnavailable, DecodeError) as problem:
             raise EngineFault(f"the engine shares its device and cannot take turns: {problem}") from problem
 
     async def _take(self) -> None:

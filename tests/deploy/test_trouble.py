@@ -162,6 +162,8 @@ async def test_an_engine_that_the_store_served_is_named_while_a_server_is_there(
         'weights.transport is "gloo", but engine-1 took 1:1 by store; 1 of 4 updates came from the store: the logs of the engines say what broke'
     ]
     assert channel(await picture(transport="store")) == []
+    await Registry(redis, keys).beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store", fleet="eval"))
+    assert channel(await picture(transport="gloo")) == [], "it is asked for what a server may be past"
 
 
 async def test_a_relay_that_is_behind_and_what_it_could_not_copy_are_seen(picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys):

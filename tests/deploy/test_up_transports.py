@@ -8,8 +8,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -17,13 +20,17 @@ import pytest
 from buffer.audit import read_audit
 from deploy.demo import task
 from deploy.summary import read_summary
+from protocol.messages import Event
 from tests.producer.engine.conftest import write_model
 
 STEPS = 6
+SLOWER = 200
+"""The slow engine takes so many times as long to load a version: longer than a step takes."""
+MANY_STEPS = 30
 ROOT = Path(__file__).parents[2]
 
 
-def write_run(folder: Path, weights: dict[str, Any], buffer: dict[str, Any]) -> Path:
+def write_run(folder: Path, weights: dict[str, Any], buffer: dict[str, Any], *, steps: int = STEPS, engines: int = 2, redis_url: str = "") -> Path:
     train, _ = task.write_data(folder, 0)
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": "t", "dir": str(folder / "run")},
@@ -33,16 +40,34 @@ def write_run(folder: Path, weights: dict[str, Any], buffer: dict[str, Any]) -> 
         "reward": {"kind": "function", "function": "deploy.demo.task:reward"},
         "buffer": {"groups_per_step": 4, "chunk_groups": 4, "max_staleness": 4} | buffer,
         "weights": {"store": str(folder / "store"), "relay": str(folder / "relay")} | weights,
-        "engine": {"count": 2, "slots": 16},
+        "engine": {"count": engines, "slots": 16},
         "producer": {"count": 1},
         "trainer": {"lr": 1e-3},
-        "stop": {"steps": STEPS},
+        "stop": {"steps": steps},
         "http": {"port": 0},
+        "redis": {"url": redis_url},
     }
     path = folder / "run.toml"
     tables["weights"]["store"] = tables["weights"]["store"].format(folder=folder)
     path.write_text("".join(f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()) for name, table in tables.items()))
     return path
+
+
+@contextlib.contextmanager
+def slow_engine(path: Path, index: int) -> Iterator[None]:
+    """One more engine in the run of `path`, registered before that begins."""
+    command = [sys.executable, "-m", "deploy.cli", "engine", "-c", str(path), "--index", str(index), "--set", f"engine.apply_delay_factor={SLOWER}"]
+    log = path.parent / "slow.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        while "listens on" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        yield
+    finally:
+        process.kill()
+        process.wait(20)
 
 
 def up(path: Path) -> None:
@@ -97,3 +122,31 @@ def test_every_version_reaches_both_engines_by_the_transport_of_the_run(tmp_path
     kinds = [event.fields["kind"] for event in events if event.op == "published"]
     assert kinds[0] == "full"
     assert ("delta" in kinds) == (weights["transport"] == "delta")
+
+
+@pytest.mark.demo
+@pytest.mark.timeout(240)
+def test_an_on_policy_run_trains_nothing_stale_and_waits_for_no_engine_that_is_slow_to_update(tmp_path: Path, redis_url: str):
+    """Each of the two may pause: a run whose engines go for the same version at once says so (docs/weights.md)."""
+    path = write_run(tmp_path, {"max_paused": 2}, {"pipeline_depth": 0.0}, steps=MANY_STEPS, engines=1, redis_url=redis_url)
+    with slow_engine(path, 1):
+        up(path)
+    summary = read_summary(tmp_path / "run")
+    assert (summary["steps"], summary["groups_lost"], summary["disagreements"], summary["over_k_tokens"]) == (MANY_STEPS, 0, [], 0)
+    assert summary["staleness"]["max"] == 0
+    events = asyncio.run(read_audit(tmp_path / "run" / "audit.jsonl"))
+    published = [event.at for event in events if event.op == "published"]
+    assert len(published) == MANY_STEPS + 1
+    updates: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.op == "applied":
+            updates[str(event.fields["engine_id"])].append(event)
+    quick, slow = updates["t-engine-0"], updates["t-engine-1"]
+    assert len(slow) > 1, "it took part"
+    assert median(_seconds(one) for one in slow) > 10 * median(_seconds(one) for one in quick), "or it was not slow"
+    assert len(quick) == MANY_STEPS + 1 > len(slow)
+    assert any(one.at - _seconds(one) < moment < one.at for one in slow for moment in published), "steps were trained while it loaded one"
+
+
+def _seconds(event: Event) -> float:
+    return float(str(event.fields["apply_s"]))

@@ -22,6 +22,7 @@ from deploy import weights_check
 from deploy.cli import main
 from deploy.weights_check import Row
 from producer.engine.host import EngineHostConfig, run_host
+from producer.engine.key import ADMIN_VARIABLE, VARIABLE
 from protocol.config import load
 from protocol.connection import Client
 from protocol.identity import RunIdentity
@@ -103,20 +104,35 @@ async def check(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, li
 
 
 @pytest.mark.parametrize(
-    ("weights", "dtype"),
-    [("", "float32"), ('transport = "delta"', "bfloat16"), ('transport = "delta"\ndtype = "bfloat16"', "float32")],
+    ("weights", "dtype", "keys_of_engines"),
+    [
+        ("", "float32", ("", "")),
+        ('transport = "delta"', "bfloat16", ("user", "")),
+        ('transport = "delta"\ndtype = "bfloat16"', "float32", ("user", "admin")),
+    ],
     ids=["as published", "a delta, in the engine's own type", "published in a smaller type"],
 )
 async def test_an_engine_is_compared_with_what_was_published_and_a_change_is_named(
-    weights: str, dtype: str, redis: Client, redis_url: str, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weights: str,
+    dtype: str,
+    keys_of_engines: tuple[str, str],
+    redis: Client,
+    redis_url: str,
+    keys: Keys,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    user, admin = keys_of_engines
+    monkeypatch.setenv(VARIABLE, user)
+    monkeypatch.setenv(ADMIN_VARIABLE, admin)
     model = write_model(tmp_path / "model", seed=1)
     path = write_run(tmp_path, redis_url, keys, model, weights=weights, engine=f'slots = 2\ndtype = "{dtype}"')
     async with served(path, redis, keys) as engine, aiohttp.ClientSession() as session:
         capsys.readouterr()
         right = {"engine_id": engine.engine_id, "version": "1:1", "verdict": "same", "why": "", "lag_steps": 0, "trouble": ""}
         assert await check(capsys, path) == (0, [right])
-        await EngineControl(session, engine.url).update_from_disk(str(model), "1:1", deadline_s=20.0)
+        await EngineControl(session, engine.url, api_key=user, admin_key=admin).update_from_disk(str(model), "1:1", deadline_s=20.0)
         code, (found,) = await check(capsys, path)
         assert (code, found["verdict"]) == (1, "differs")
         assert "the first model." in found["why"]

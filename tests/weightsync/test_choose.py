@@ -43,6 +43,7 @@ async def test_every_way_has_the_store_behind_it(rig: Any, tmp_path: Path, trans
         engine_id="e0",
         boot_nonce="b1",
         folder=tmp_path / "mirror",
+        gpus=("GPU-aa",),
     )
     assert isinstance(ways, Transports)
     assert type(ways._primary) is primary
@@ -55,4 +56,5 @@ async def test_every_way_has_the_store_behind_it(rig: Any, tmp_path: Path, trans
         assert beside is None or (beside.folder.parent, beside.folder.name) == (ways._store._mirror.store.folder, f"copies-{socket.gethostname()}")
     if ways._primary is not None:
         assert ways._primary.name == transport
+        assert ways._primary._gpus == ("GPU-aa",)
     await asyncio.wait_for(ways.aclose(), 10)

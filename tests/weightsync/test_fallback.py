@@ -126,6 +126,18 @@ async def test_a_version_that_is_gone_is_no_fault_of_the_way():
     assert store.calls == []
 
 
+async def test_the_store_is_asked_for_a_version_that_the_way_is_past_where_no_other_will_do():
+    fast, store = Staged("nccl", prepare=[VersionGone("it went on")]), Staged("store", prepare=[None, VersionGone("collected")])
+    ways = Transports(fast, store, fixed=True)
+    await ways.prepare(manifest(), deadline_s=5)
+    assert ways.name == "store"
+    await ways.prepare(manifest(2), deadline_s=5)
+    assert ways.name == "nccl", "the way is fine"
+    fast.prepares.append(VersionGone("it went on"))
+    with pytest.raises(VersionGone, match="collected"):
+        await ways.prepare(manifest(), deadline_s=5)
+
+
 async def test_a_primary_that_never_ends_is_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fallback, "_GRACE_S", 0.01)
     fast, store = Staged("nccl"), Staged("store")

@@ -164,6 +164,20 @@ async def test_two_servers_of_one_host_are_refused_since_an_engine_knows_not_whi
         await way.prepare(_manifest(big_snapshot(V0).tensors), deadline_s=5)
 
 
+async def test_a_server_that_is_known_to_be_on_another_gpu_is_no_server_either(served: ServedRig, server: HandleServer):
+    manifest, engine = server.stage(V0), await served.start_engine("--sessions")
+    server.sender.gpus = frozenset({"3", "GPU-aa"})
+    way = served.transport(engine, IpcTransport, transport="ipc")
+    way._gpus = ("2",)
+    with pytest.raises(TransportFailed, match="this server is on GPU 3, GPU-aa, the engine on 2: memory of one GPU is not handed to another"):
+        await way.prepare(manifest, deadline_s=20)
+    await _until(lambda: not _lines(server))
+    for own in ((), ("3",), ("2", "3")):
+        way._gpus = own
+        await way.prepare(manifest, deadline_s=20)
+        await way.aclose()
+
+
 async def test_a_line_that_asks_for_too_much_at_once_ends(served: ServedRig, server: HandleServer, caplog: pytest.LogCaptureFixture):
     [status] = await served.presence.members()
     async with served.rig.session.ws_connect(f"{status.url}/line", params={"engine": "e"}) as socket_:

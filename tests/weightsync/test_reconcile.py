@@ -141,6 +141,14 @@ def test_an_engine_never_goes_back_within_an_incarnation_and_leaves_one_that_red
     assert core.next(1.0) == Prepare(Version(2, 8))
 
 
+def test_what_this_boot_acked_before_this_core_began_is_no_way_back_either():
+    core = Core()
+    core.seen(Sight(Version(1, 4), EngineState.UNFIT, Version(1, 5)))
+    assert core.next(1.0) == Wait(None)
+    core.seen(Sight(Version(1, 6), EngineState.UNFIT, Version(1, 5)))
+    assert core.next(1.0) == Prepare(Version(1, 6))
+
+
 STATES = st.sampled_from([None, *EngineState])
 EVENTS = st.one_of(
     st.tuples(st.just("publish"), st.integers(0, 2), st.integers(1, 3)),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -467,6 +468,28 @@ async def test_trouble_is_told_until_the_newest_version_is_served_also_when_the_
             await rig.publish(1, 3)
             await rig.serves("e0", "1:3")
             assert reconciler.totals.trouble == ""
+
+
+@pytest.mark.parametrize("whole_only", [False, True])
+async def test_an_engine_follows_the_pointer_back_out_of_an_incarnation_that_redis_lost(rig: Any, whole_only: bool):
+    """Redis came back without the attachment of 3 and what it published; the engine's own ack came again with its host's next beat, or was never lost."""
+    await rig.publish(2, 8)
+    async with rig.server("b1") as server:
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        reconciler = rig.reconciler("e0", server)
+        async with rig.running(reconciler):
+            await rig.serves("e0", "2:8")
+            await rig.publish(3, 7)
+            await rig.serves("e0", "3:7")
+            if whole_only:  # what the pointer names is a delta, which this machine cannot make
+                reconciler._whole_until = math.inf
+                await rig.redis.hset(rig.keys.weights, mapping={"parent:2:9": "2:8", "manifest:2:9": "not to be read"})
+            await rig.redis.hset(rig.keys.weights, "newest", "2:9" if whole_only else "2:8")
+            await rig.serves("e0", "2:8")
+            await rig.publish(3, 8)
+            await rig.serves("e0", "3:8")
+    assert server.versions == ["2:8", "3:7", "2:8", "3:8"]
+    assert await rig.events("unfit") == []
 
 
 async def test_an_ack_that_redis_lost_is_made_again(rig: Any):

@@ -79,6 +79,7 @@ async def test_an_engine_never_goes_back_but_a_new_incarnation_may_be_lower(rig:
         await rig.registry.ack("e0", "b1", Version(1, 4))
     assert await rig.registry.ack("e0", "b1", Version(2, 3)) is True
     assert await routes(rig) == {"e0": "2:3"}
+    assert await rig.registry.ack("e0", "b1", Version(1, 4)) is True, "the incarnation that is left may be one that Redis lost"
 
 
 async def test_an_engine_without_beats_is_gone_and_says_so(rig: Any, redis: Any, keys: Any):
@@ -276,6 +277,20 @@ async def test_a_reconciler_without_the_lock_changes_nothing(rig: Any):
     assert (await second.look(None)).for_s > 50
     await first.release()
     assert (await second.look(None)).state is EngineState.STARTING
+
+
+async def test_a_lock_that_redis_lost_is_nobodys_and_ends_no_reconciler(rig: Any):
+    """Redis came back without its last second. A look takes the lock again; whoever is between two looks goes on, or begins anew."""
+    await rig.publish(1, 6)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    claim = rig.channel.claim("e0", "b1")
+    await claim.look(None)
+    await rig.redis.delete(rig.keys.reconcilers)
+    assert not await claim.pause(Version(1, 6), most=1, valid_s=60, idle=False)
+    assert not await rig.registry.ack("e0", "b1", Version(1, 6), reconciler=claim.owner)
+    await claim.renew()
+    assert (await rig.channel.claim("e0", "b1").look(None)).for_s > 0
+    assert await claim.pause(Version(1, 6), most=1, valid_s=60, idle=False)
 
 
 async def test_garbage_in_the_registry_stops_nobody_and_goes_when_it_is_overdue(rig: Any, redis: Any, keys: Any):

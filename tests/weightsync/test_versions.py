@@ -68,6 +68,19 @@ def test_a_delta_holds_what_changed_and_gives_the_version_on_its_parent(place: P
     assert manifest.digest == versions.write(dataclasses.replace(weights(1), version=Version(2, 1))).digest
 
 
+def test_a_delta_of_a_step_that_changed_nothing_is_whole_and_gives_its_parent(place: Place, versions: VersionStore):
+    parent = versions.write(weights(0))
+    manifest = versions.write_delta(dataclasses.replace(weights(0), version=Version(1, 1)), parent, weights(0).tensors)
+    assert (manifest.kind, manifest.changed_elements, manifest.total_bytes) == ("delta", 0, 0)
+    reader = place.open(writer=False)
+    reader.verify(manifest)
+    assert versions.write_delta(dataclasses.replace(weights(0), version=Version(1, 1)), parent, weights(0).tensors).digest == manifest.digest
+    into = {name: bytearray(one.nbytes) for name, one in weights(0).tensors.items()}
+    with reader.open(parent) as base, reader.open(manifest) as blobs:
+        delta.apply(parent, base, [delta.Step(manifest, blobs)], {name: memoryview(one) for name, one in into.items()})
+    assert {name: bytes(one) for name, one in into.items()} == raw(weights(0))
+
+
 def test_where_a_delta_saves_little_the_version_is_whole(versions: VersionStore):
     parent = versions.write(weights(0))
     rng = np.random.default_rng(9)

@@ -10,12 +10,15 @@ if facts.boot ~= boot then
   return 'SUPERSEDED'
 end
 if ARGV[3] ~= '' then
-  local lock = redis.call('HGET', KEYS[7], engine) or ''
+  local lock = redis.call('HGET', KEYS[7], engine)
+  if not lock then
+    return 'UNKNOWN' -- Redis lost it, and no other has it
+  end
   if string.sub(lock, 1, #boot + #ARGV[3] + 2) ~= boot .. '|' .. ARGV[3] .. '|' then
     return 'SUPERSEDED'
   end
 end
-if facts.version ~= '' and older(version, facts.version) then
+if goes_back(version, facts.version) then
   return 'BACKWARD'
 end
 redis.call('HDEL', KEYS[6], 'held:' .. engine, 'claim:' .. engine)

@@ -24,6 +24,13 @@ local function older(a, b)
   return a_n < b_n
 end
 
+-- Whether an engine that served b would go back with a. Within an incarnation only (rule V3): a lower one is where the pointer is after Redis lost the higher (R1).
+local function goes_back(a, b)
+  local a_incarnation, a_n = parse(a)
+  local b_incarnation, b_n = parse(b)
+  return a_incarnation == b_incarnation and a_n < b_n
+end
+
 local function facts_of(key, engine)
   local raw = redis.call('HGET', key, engine)
   return raw and cjson.decode(raw) or nil

@@ -29,7 +29,7 @@ if ARGV[7] == '1' then
   while base and redis.call('HEXISTS', KEYS[2], 'parent:' .. base) == 1 do
     base = redis.call('HGET', KEYS[2], 'parent:' .. base)
   end
-  if redis.call('HEXISTS', KEYS[2], 'manifest:' .. base) == 1 and not older(base, facts.version) then
+  if redis.call('HEXISTS', KEYS[2], 'manifest:' .. base) == 1 and not goes_back(base, facts.version) then
     newest = base
   end
 end

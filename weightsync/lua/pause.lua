@@ -10,7 +10,11 @@
 local now = now_ms()
 local engine, boot, owner = ARGV[1], ARGV[2], ARGV[3]
 local mine = boot .. '|' .. owner .. '|'
-if string.sub(redis.call('HGET', KEYS[2], engine) or '', 1, #mine) ~= mine then
+local lock = redis.call('HGET', KEYS[2], engine)
+if not lock then
+  return { 'UNLOCKED' } -- Redis lost it, and no other has it: the next look takes it
+end
+if string.sub(lock, 1, #mine) ~= mine then
   return { 'SUPERSEDED' }
 end
 local facts = facts_of(KEYS[1], engine)

@@ -25,6 +25,7 @@ from protocol.errors import ManifestError, TransportFailed, VersionGone
 from protocol.failpoints import Failpoint, failpoint
 from protocol.versions import Version
 from weightsync.finish import finish, left
+from weightsync.gpus import apart
 from weightsync.server import handles
 from weightsync.server.own_thread import OwnThread
 from weightsync.server.process_group import ABORT_S, Group, end_process
@@ -56,6 +57,8 @@ class Sender:
     group_timeout_s: float
     shelf: Shelf
     right: TransferRight
+    gpus: frozenset[str] = frozenset()
+    """What its GPU is called (`weightsync.gpus`); empty: not known."""
     lines: int = 0
     """Engines that are connected, whether or not their way has groups."""
     sent_bytes: int = 0
@@ -80,6 +83,7 @@ class Line:
         self._reading: list[Version] = []
         """Held until the engine is known to have read them."""
         self._ops: Mapping[str, Callable[[Mapping[str, Any], float], Awaitable[Mapping[str, object]]]] = {
+            "near": self._near,
             "join": self._join,
             "joined": self._joined,
             "stage": self._stage,
@@ -129,6 +133,13 @@ class Line:
             answer = {"error": "failed", "message": f"not understood: {problem!r}"}
         with contextlib.suppress(ConnectionError, RuntimeError):  # it left meanwhile
             await socket.send_str(orjson.dumps({"id": number, **answer}).decode())
+
+    async def _near(self, request: Mapping[str, Any], _: float) -> Mapping[str, object]:
+        """Return unless the engine, on these GPUs, cannot read the memory of this server's."""
+        if apart(self._sender.gpus, theirs := [str(gpu) for gpu in request["gpus"]]):
+            ours = ", ".join(sorted(self._sender.gpus))
+            raise TransportFailed(f"this server is on GPU {ours}, the engine on {', '.join(theirs)}: memory of one GPU is not handed to another")
+        return {}
 
     async def _join(self, request: Mapping[str, Any], deadline_s: float) -> Mapping[str, object]:
         """Open a group and begin to wait for the engine in it; what the engine needs to come is the answer.

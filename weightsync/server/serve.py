@@ -26,6 +26,7 @@ from protocol.presence import Presence
 from protocol.versions import Version
 from protocol.wakeups import RECHECK_S, Topic, Wakeups, wakeups
 from weightsync.config import WeightsConfig
+from weightsync.gpus import name_of
 from weightsync.manifests import check_manifest
 from weightsync.pointer import Pointer
 from weightsync.roles import HEARTBEAT_S, WEIGHT_SERVER
@@ -102,6 +103,16 @@ def _device(transport: str, name: str) -> torch.device:
     return device
 
 
+def _names(device: torch.device) -> frozenset[str]:
+    """What other processes of this machine call the GPU."""
+    import torch
+
+    if device.type != "cuda":
+        return frozenset()
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return frozenset({name_of(device.index, os.environ), f"GPU-{uuid}" if uuid else ""} - {""})
+
+
 class _Server:
     def __init__(
         self, config: WeightServerConfig, server_id: str, *, device: torch.device, host: str, port: int, store: VersionStore, waker: Wakeups, pointer: Pointer
@@ -121,6 +132,7 @@ class _Server:
             group_timeout_s=config.weights.group_deadline_s,
             shelf=Shelf(),
             right=TransferRight(idle_s=IDLE_S),
+            gpus=_names(device),
         )
         self._key = secrets.token_urlsafe(16)
         self._sockets: set[web.WebSocketResponse] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Collection
 
 import aiohttp
 
@@ -44,10 +45,14 @@ def make_transports(
     ranks: int = 1,
     lora: LoraConfig = _NO_LORA,
     seen: Seen | None = None,
+    fixed: bool = False,
+    gpus: Collection[str] = (),
 ) -> Transports:
     """The configured way with the store behind it. Opens nothing.
 
     `ranks`: tensor-parallel ranks of the engine. `seen`: of an engine over several machines, whether all of them see what it is to load.
+    `gpus`: what its GPUs are called (`weightsync.gpus`); empty: not known.
+    `fixed`: it goes for what it is asked for and not for the newest: where a weight server is past that, the store is asked.
     `folder`: of this machine's whole copies, for versions that an engine cannot load from where they are: deltas, and a store behind a URL.
     """
     if isinstance(store, AdapterStore):
@@ -63,8 +68,8 @@ def make_transports(
     from weightsync.transports.ipc import IpcTransport
 
     kind = IpcTransport if config.transport == "ipc" else CollectiveTransport
-    fast = kind(control=control, session=session, presence=servers, config=config, engine_id=engine_id, boot_nonce=boot_nonce, ranks=ranks)
-    return Transports(fast, last)
+    fast = kind(control=control, session=session, presence=servers, config=config, engine_id=engine_id, boot_nonce=boot_nonce, ranks=ranks, gpus=gpus)
+    return Transports(fast, last, fixed=fixed)
 
 
 def _from_store(

@@ -1,6 +1,6 @@
 """The transport `ipc`: a weight server on the engine's own GPU has the version there already, and the engine copies it within that GPU's memory.
 
-Only SGLang on the same host, where one such server may run: an engine does not know yet which GPU is its own. The endpoint reads pickle, which the server
+Only SGLang on the same host, where one such server may run: which of several is on its GPU an engine is not told. The endpoint reads pickle, which the server
 makes (rule W10). While an engine copies, the server keeps the memory as it is;
 the hold ends when the engine has decoded a token afterwards, which it does only once its copies are done.
 """
@@ -27,6 +27,10 @@ class IpcTransport(ServedTransport[tuple[str, ...]]):
     _same_host = True
     _reads_later = True
     _settling: asyncio.Task[None] | None = None
+
+    async def _enter(self, line: ServerLine, end: float) -> None:
+        """Raises: `TransportFailed` where the server is known to be on another GPU."""
+        await line.ask("near", deadline_s=left(end), gpus=self._gpus)
 
     async def _make_ready(self, line: ServerLine, manifest: Manifest, buckets: Sequence[Bucket], end: float) -> tuple[str, ...]:
         """One payload for each rank of the engine."""

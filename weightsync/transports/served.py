@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 import aiohttp
@@ -50,14 +50,17 @@ class ServedTransport(Generic[Ready]):
         engine_id: EngineId,
         boot_nonce: str,
         ranks: int = 1,
+        gpus: Collection[str] = (),
     ) -> None:
-        """`presence`: of role `WEIGHT_SERVER`. `ranks`: tensor-parallel ranks of the engine."""
+        """`presence`: of role `WEIGHT_SERVER`. `ranks`: tensor-parallel ranks of the engine. `gpus`: what its GPUs are called (`weightsync.gpus`); empty: not
+        known.
+        """
         self._control = control
         self._session = session
         self._presence = presence
         self._config = config
         self._who = f"{engine_id} {boot_nonce}"
-        self._ranks = ranks
+        self._ranks, self._gpus = ranks, tuple(gpus)
         self._line: ServerLine | None = None
         self._ready: tuple[Manifest, Ready] | None = None
 

@@ -6,12 +6,13 @@ Keys are never among them: every process list shows a command line (`launch.py` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from producer.engine.config import EngineConfig
 from protocol.errors import ConfigError
+from weightsync.gpus import name_of
 from weightsync.lora import LoraConfig
 
 LAUNCH = Path(__file__).with_name("launch.py")
@@ -52,7 +53,10 @@ _ALLOWED = {
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
 _REPLICAS = ("--dp-size", "--data-parallel-size", "--dp")
-_STAGES = ("--pp-size", "--pipeline-parallel-size")
+_STAGES = ("--pp-size", "--pipeline-parallel-size", "--pp")
+_BASE_GPU = "--base-gpu-id"
+_OTHER_GPUS = frozenset({"--gpu-id-step", *_REPLICAS, *_STAGES})
+"""With these it has more GPUs, or others, than engine.tp from the first on."""
 _FP8, _RELOADABLE = ("--quantization", "fp8"), ("--load-format", "flash_rl")
 
 
@@ -131,9 +135,19 @@ def _for_nodes(settings: EngineConfig, place: Place) -> Iterator[str]:
 
 
 def _for_cuda(settings: EngineConfig, place: Place) -> Iterator[str]:
-    yield from ("--base-gpu-id", str(settings.gpu + place.index * settings.tp // settings.nodes))
+    yield from (_BASE_GPU, str(settings.gpu + place.index * settings.tp // settings.nodes))
     if settings.max_length:
         yield from ("--context-length", str(settings.max_length))
+
+
+def gpus_of(settings: EngineConfig, index: int, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What the GPUs of engine `index` are called (`weightsync.gpus`), as it is started with this environment; empty: that cannot be told."""
+    given = dict(_named(settings.args))
+    first = given.get(_BASE_GPU) or str(settings.gpu + index * settings.tp)
+    if settings.kind != "sglang" or settings.device != "cuda" or _OTHER_GPUS & given.keys() or not first.isdecimal():
+        return ()
+    names = tuple(name_of(gpu, environment) for gpu in range(int(first), int(first) + settings.tp))
+    return names if all(names) else ()
 
 
 def check_arguments(settings: EngineConfig) -> None:

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -21,7 +22,9 @@ from protocol.config import validate
 from protocol.errors import ApplyFailed, ConfigError, SampleFailed
 from protocol.messages import EngineState, ProducerStatus
 from protocol.presence import Presence
+from tests.weightsync.served_rig import served_rig
 from weightsync import config as config_of_weights
+from weightsync.aim import EVAL_FLEET, Aim
 from weightsync.config import relay_folder, store_folder
 from weightsync.control import EngineControl
 
@@ -302,6 +305,35 @@ async def test_the_engine_waits_for_a_group_as_long_as_the_run_says(run: Run, se
                     backend="gloo",
                     deadline_s=WAIT_S,
                 )
+
+
+async def test_an_engine_that_evaluates_gets_from_the_store_what_the_weight_server_is_past(
+    run: Run, session: aiohttp.ClientSession, model_b: Path, redis_url: str
+):
+    """Whatever way is set: what it is asked for stays, and a server goes on with the newest."""
+    await run.create()
+    asked, newest = await run.publish(model_b), await run.publish(model_b)
+    around = SimpleNamespace(keys=run.keys, redis=run.client, wakes=run.waker, session=session)
+    async with served_rig(around, redis_url, run.folder / "store") as served:
+        await served.start_server()
+        await served.server_status(lambda status: status.staged == newest)
+        await Aim(run.client, run.keys).ask(asked)
+        async with run.hosted(asyncio.Event(), index=1, weights={"transport": "gloo", "bucket_mb": 1}, eval={"engines": 1}):
+            assert (await run.serving(asked)).fleet == EVAL_FLEET
+            await Aim(run.client, run.keys).ask(newest)
+            await run.serving(newest)
+            await run.until(lambda engines: [engine.transport for engine in engines] == ["gloo"])
+
+
+async def test_a_redis_too_slow_to_say_goodbye_to_costs_a_host_that_stops_nothing(run: Run, monkeypatch: pytest.MonkeyPatch):
+    """Its registration runs out by itself; an exit as if by a fault would have it started again."""
+    monkeypatch.setattr(host, "_LEAVE_S", 0.0)
+    await run.create()
+    stop = asyncio.Event()
+    async with run.hosted(stop) as task:
+        await run.until(lambda engines: len(engines) == 1)
+        stop.set()
+        await task
 
 
 def test_the_noise_of_a_boot_follows_from_seed_index_and_nonce():

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
-from producer.engine.turns import AWAY
+from producer.engine.hosted import EngineFault
+from producer.engine.turns import AWAY, DeviceTurns
 from protocol.errors import ConfigError, SampleFailed
-from protocol.messages import EngineState
+from protocol.messages import EngineId, EngineState
 from protocol.wakeups import wakeups
 from weightsync.control import EngineControl
 from weightsync.turns import Holder, Turn, Turns
@@ -64,6 +66,24 @@ async def test_an_engine_lets_go_in_the_trainers_turns_and_comes_back_with_the_n
         stop.set()
         await task
         assert (await turns.read()).holders == frozenset()
+
+
+async def test_an_answer_that_nobody_understands_ends_a_life_of_the_engine_and_not_its_host(run: Run, session: aiohttp.ClientSession):
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response([1])
+
+    app = web.Application()
+    app.router.add_post("/pause_generation", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        control = EngineControl(session, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        device = DeviceTurns(Turns(run.client, run.keys, run.waker), EngineId("e0"), "b1")
+        with pytest.raises(EngineFault, match=r"cannot take turns: .*expected a JSON object"):
+            await device._between_turns(control, run.registry)
+    finally:
+        await runner.cleanup()
 
 
 async def test_an_engine_does_not_start_in_the_trainers_turn_and_can_be_stopped_meanwhile(run: Run, model_a: Path):

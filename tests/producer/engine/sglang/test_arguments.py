@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from producer.engine.config import EngineConfig
-from producer.engine.sglang.arguments import LAUNCH, Place, server_arguments
+from producer.engine.sglang.arguments import LAUNCH, Place, gpus_of, server_arguments
 from protocol.errors import ConfigError
+from weightsync.gpus import VISIBLE
 from weightsync.lora import LoraConfig
 
 PLACE = Place(index=2, port=31000, rendezvous_port=31001, boot_nonce="ab12", seed=(1 << 40) + 7)
@@ -42,6 +43,23 @@ def test_each_engine_of_a_machine_has_gpus_of_its_own():
     assert arguments(tp=4, gpu=1)["--base-gpu-id"] == "9"
     assert "--device" not in arguments()
     assert "--base-gpu-id" not in arguments(device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "visible", "names"),
+    [
+        ({"tp": 2, "gpu": 1}, None, ("5", "6")),
+        ({"tp": 2}, "7,6,5,4,3,2", ("3", "2")),
+        ({"args": ("--base-gpu-id", "0")}, "GPU-aa", ("GPU-aa",)),  # as on Ray, where it sees its own alone
+        ({"tp": 2}, "0,1,2", ()),
+        ({"args": ("--dp-size=2",)}, None, ()),
+        ({"device": "cpu"}, None, ()),
+        ({"kind": "embedded"}, None, ()),
+    ],
+)
+def test_its_gpus_are_named_as_its_server_sees_them_or_not_at_all(settings: dict[str, object], visible: str | None, names: tuple[str, ...]):
+    config = EngineConfig(**({"kind": "sglang"} | settings))  # type: ignore[arg-type]
+    assert gpus_of(config, PLACE.index, {} if visible is None else {VISIBLE: visible}) == names
 
 
 @pytest.mark.parametrize(

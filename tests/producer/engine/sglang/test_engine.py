@@ -113,6 +113,14 @@ async def test_a_command_line_that_is_not_understood_is_a_configuration_error(ru
         )
 
 
+async def test_a_usage_error_after_a_life_that_began_costs_a_life_as_any_other_end(run: Run, tmp_path: Path):
+    """An interpreter that does not find its script for a moment ends in the same way."""
+    text = f"#!/bin/sh\necho again >> {tmp_path}/starts\n[ $(wc -l < {tmp_path}/starts) = 2 ] && exit 2\nexit 3\n"
+    with pytest.raises(EngineFault, match="SGLang ended with exit code 3"):
+        await run_host(run.config(**sglang(program(tmp_path, text))), 0, asyncio.Event())
+    assert (tmp_path / "starts").read_text().count("again") == 3
+
+
 async def test_what_cannot_be_started_is_a_configuration_error(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"engine\.python /nowhere/python: there is no such program"):
         await run_host(run.config(**sglang("/nowhere/python")), 0, asyncio.Event())
