@@ -18,6 +18,7 @@ _DOTTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SET_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 MAIN_SET = "main"
 """Of eval.path."""
+_LEAST_STOP_S, _GIVE_BACK_S = 20.0, 10.0
 
 
 class RewardKind(StrEnum):
@@ -117,6 +118,11 @@ class ProducerConfig(Section):
                 "lower the first or raise the second"
             )
         return self
+
+
+def stop_seconds(producer: ProducerConfig) -> float:
+    """What a producer may take from SIGTERM to its exit: its groups under way, then giving the rest back. Who stops it must not kill it sooner."""
+    return max(_LEAST_STOP_S, producer.drain_seconds + _GIVE_BACK_S)
 
 
 class ProducerDaemonConfig(Tree):

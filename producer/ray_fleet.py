@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from producer.config import ProducerDaemonConfig
+from producer.config import ProducerDaemonConfig, stop_seconds
 from producer.ray_actor import SECRETS, About, DaemonActor, ProducerActor, Settings, forget, namespace
 from protocol.config import RayConfig, RunConfig, Tree, load
 from protocol.errors import EXIT_DRAINED, EXIT_FAULT, ConfigError, RollstreamError, Unavailable
@@ -29,8 +29,6 @@ _LOG = logging.getLogger(__name__)
 _PROBE_S = 20.0
 """One question to an actor about its end; then it is asked again."""
 _RETRY_S = 0.5
-STOP_S = 20.0
-"""What a producer or an engine has from being asked to stop until it is killed."""
 _CHATTY = ("ray._private.worker", "ray.actor")
 """They warn of what is meant to be: signals that are not theirs, and actors in a group that outlive their driver, which leave before the group is removed."""
 _ENVIRONMENT = "ROLLSTREAM__"
@@ -223,7 +221,7 @@ class Fleet:
                 if about is not None:
                     return about
 
-    async def stop(self, name: str, *, within_s: float = STOP_S) -> Left:
+    async def stop(self, name: str, *, within_s: float) -> Left:
         """Have it end in good order, or by force after `within_s`; how it went. It is gone then."""
         about: About | None = None
         answered = False
@@ -272,7 +270,7 @@ class Fleet:
             )
         if silent := [name for name, about in found.items() if about is None]:
             raise RayUnavailable(f"{', '.join(silent)}: there already, and waiting for room or being moved, so whose it is cannot be told; try again later")
-        await asyncio.gather(*(self.stop(name) for name, about in found.items() if about is not None and about.code is not None))
+        await asyncio.gather(*(self.stop(name, within_s=_PROBE_S) for name, about in found.items() if about is not None and about.code is not None))
 
     async def _handle(self, name: str) -> Any:
         import ray
@@ -346,7 +344,7 @@ async def produce_on_ray(options: argparse.Namespace, stop: asyncio.Event) -> No
         await asyncio.wait((follow, asked), return_when=asyncio.FIRST_COMPLETED)
         if not follow.done():
             follow.cancel()
-            ends = [(left.name, left.code, left.how) for left in await asyncio.gather(*(fleet.stop(name) for name in names))]
+            ends = [(left.name, left.code, left.how) for left in await asyncio.gather(*(fleet.stop(name, within_s=stop_seconds(config.producer)) for name in names))]
         else:
             asked.cancel()
             ends = [(about.name, about.code or EXIT_DRAINED, ended_how(about)) for about in await follow if about is not None]

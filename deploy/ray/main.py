@@ -27,10 +27,11 @@ from deploy.config import ReaderConfig, UpConfig, bind
 from deploy.http.app import announcement, serve_app
 from deploy.live import show
 from deploy.placement import Placement
-from deploy.ray.crew import ENGINE, PRODUCER, TRAINER, Crew, placement_of
+from deploy.ray.crew import Crew, placement_of
 from deploy.ray.placement_group import reserve
 from deploy.ray.reach import check_reach
 from deploy.snapshot import PictureSource, picture_source
+from deploy.stop_times import ENGINE, PRODUCER, TRAINER
 from deploy.summary import write_summary
 from deploy.up.supervisor import Child, Life
 from producer.ray_actor import About, Settings, give_back

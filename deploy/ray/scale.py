@@ -7,9 +7,10 @@ import asyncio
 import sys
 
 from deploy.config import UpConfig
-from deploy.ray.crew import ENGINE, Crew
+from deploy.ray.crew import Crew
 from deploy.ray.placement_group import find, kept
 from deploy.scaling import ROLES, change_to
+from deploy.stop_times import ENGINE
 from producer.ray_actor import namespace
 from producer.ray_fleet import Fleet, connected, read_settings
 from protocol.connection import check_server, connect

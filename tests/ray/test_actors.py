@@ -43,7 +43,7 @@ async def test_an_actor_answers_while_its_body_blocks_and_is_stopped_all_the_sam
     first = await fleet.about("producer-0", timeout_s=10.0)
     await fleet.start(Blocking, "producer-0", Settings(run=RUN, text=""), cpus=0.1)
     assert (await fleet.about("producer-0", timeout_s=10.0)).pid == first.pid, "there is one of each name"
-    assert (await fleet.stop("producer-0")).code == 0
+    assert (await fleet.stop("producer-0", within_s=20.0)).code == 0
     assert (await followed) is None or (await followed).code == 0
     assert await fleet.names() == []
 
@@ -63,7 +63,7 @@ async def test_a_body_that_always_fails_is_given_up_and_its_reason_outlives_its_
     await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
     about = await fleet.ended("engine-2")
     assert (about.code, about.failures, about.gave_up, about.message) == (1, 2, True, "no such device")
-    await fleet.stop("engine-2")
+    await fleet.stop("engine-2", within_s=20.0)
     await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
     assert (await fleet.about("engine-2", timeout_s=60.0)).failures <= 1, "one that is started afresh has no past"
 
@@ -127,7 +127,7 @@ async def test_an_engine_of_several_gpus_sees_those_of_its_bundles_and_no_others
         await fleet.start(Wide, "engine-5", Settings(run=RUN, text=""), cpus=0.5, gpus=0.9, where=seat(group, two[0]), bundles=two)
         await run_until(fleet, "engine-5", ",".join(where[index] for index in two))
         assert sorted(where.values()) == ["0", "1", "2"]
-        assert (await fleet.stop("engine-5")).code == 0
+        assert (await fleet.stop("engine-5", within_s=20.0)).code == 0
     finally:
         remove(group)
 
