@@ -344,7 +344,9 @@ async def produce_on_ray(options: argparse.Namespace, stop: asyncio.Event) -> No
         await asyncio.wait((follow, asked), return_when=asyncio.FIRST_COMPLETED)
         if not follow.done():
             follow.cancel()
-            ends = [(left.name, left.code, left.how) for left in await asyncio.gather(*(fleet.stop(name, within_s=stop_seconds(config.producer)) for name in names))]
+            ends = [
+                (left.name, left.code, left.how) for left in await asyncio.gather(*(fleet.stop(name, within_s=stop_seconds(config.producer)) for name in names))
+            ]
         else:
             asked.cancel()
             ends = [(about.name, about.code or EXIT_DRAINED, ended_how(about)) for about in await follow if about is not None]

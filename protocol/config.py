@@ -118,7 +118,9 @@ class PlacementConfig(Section):
     gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine of the cluster; an engine's GPUs must lie on one.")
     nodes: int = Field(0, ge=0, description="Machines that the run may take. 0: as many as it needs.")
     trainer_gpus: int = Field(0, ge=0, description="GPUs of each of the trainer.ranks. 0: one if trainer.device is a GPU, else none.")
-    engine_gpus: int = Field(0, ge=0, description="GPUs of one engine, over all of its nodes. 0: engine.tp with SGLang on GPUs, else none.")
+    engine_gpus: int = Field(
+        0, ge=0, description="GPUs of one engine, over all of its nodes. 0: what engine.tp and engine.args take with SGLang on GPUs, else none."
+    )
     engine_nodes: int = Field(1, ge=1, description="Machines that one engine spans, with as many of its GPUs on each.")
     reward_engines: int = Field(0, ge=0, description="Engines of reward models that room is kept for.")
     reward_gpus: int = Field(1, ge=0, description="GPUs of one reward engine.")

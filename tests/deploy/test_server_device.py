@@ -41,6 +41,7 @@ def config(transport: str, trainer: str, **engine: object) -> UpConfig:
         ("nccl", "cuda:3", {**SGLANG, "gpu": 0, "count": 2}, "cuda:3"),
         ("nccl", "cuda:0", SGLANG, "cuda:1"),
         ("nccl", "cuda:0", {**SGLANG, "count": 2, "tp": 2}, "cuda:4"),
+        ("nccl", "cuda:0", {**SGLANG, "count": 2, "tp": 2, "args": ["--pp-size", "2"]}, "cuda:8"),
         ("nccl", "cpu", {**SGLANG, "gpu": 1, "count": 2}, "cuda:0"),
         ("nccl", "cpu", {**SGLANG, "count": 1, "evals": 2}, "cuda:3"),
         ("nccl", "cpu", {**SGLANG, "device": "cpu"}, "cuda:0"),

@@ -32,6 +32,8 @@ _REFUSED = {
     "--tp-size": "use engine.tp, by which weights are brought too",
     "--tensor-parallel-size": "use engine.tp, by which weights are brought too",
     "--tp": "use engine.tp, by which weights are brought too",
+    "--base-gpu-id": "use engine.gpu, from which engines lie side by side",
+    "--gpu-id-step": "engines lie side by side from engine.gpu; choose and order GPUs by CUDA_VISIBLE_DEVICES",
     "--device": "use engine.device, which decides the other arguments too",
     "--config": "a file of arguments could hold any of those that are refused; write them into engine.args",
     "--skip-tokenizer-init": "answers would have no text, which rewards judge",
@@ -48,6 +50,9 @@ _ALLOWED = {
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
 _MULTI_NODE = "--nnodes"
+_STAGES = ("--pp-size", "--pipeline-parallel-size")
+_REPLICAS = ("--dp-size", "--data-parallel-size")
+_REPLICAS_WITHIN = ("--enable-dp-attention",)
 _FP8, _RELOADABLE = ("--quantization", "fp8"), ("--load-format", "flash_rl")
 
 
@@ -110,13 +115,37 @@ def _for_cpu(settings: EngineConfig, longest: int, context: int) -> Iterator[str
 
 
 def _for_cuda(settings: EngineConfig, place: Place) -> Iterator[str]:
-    yield from ("--base-gpu-id", str(settings.gpu + place.index * settings.tp))
+    yield from ("--base-gpu-id", str(settings.gpu + place.index * gpus_of(settings)))
     if settings.max_length:
         yield from ("--context-length", str(settings.max_length))
 
 
+def gpus_of(settings: EngineConfig) -> int:
+    """GPUs of one engine: engine.tp in each stage (`--pp-size`) of each replica (`--dp-size`, unless replicas share out the attention alone).
+
+    0 where the engine has none. Raises: `ConfigError` for a size that is no number.
+    """
+    if settings.kind != "sglang" or settings.device != "cuda":
+        return 0
+    replicas = 1 if _given(settings.args, _REPLICAS_WITHIN) else _size(settings.args, _REPLICAS)
+    return settings.tp * _size(settings.args, _STAGES) * replicas
+
+
+def _size(args: Sequence[str], flags: Sequence[str]) -> int:
+    value = next(reversed(_given(args, flags)), "1")
+    if value is None or not value.isdigit() or not int(value):
+        raise ConfigError(f"engine.args has {flags[0]} {value or ''}".rstrip() + ": give a whole number above 0")
+    return int(value)
+
+
+def _given(args: Sequence[str], flags: Sequence[str]) -> list[str | None]:
+    """What follows each of these flags, which argparse takes by their beginnings too."""
+    return [value for name, value in _named(args) if any(flag == name or (len(name) > len("--x") and flag.startswith(name)) for flag in flags)]
+
+
 def check_arguments(settings: EngineConfig) -> None:
     """Raises: `ConfigError` naming the argument and why it cannot be."""
+    gpus_of(settings)
     named = list(_named(settings.args))
     for name, _ in named:
         refused = next((flag for flag in _REFUSED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)

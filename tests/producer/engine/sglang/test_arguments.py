@@ -39,6 +39,8 @@ def test_base_weights_are_named_after_the_boot_and_ports_are_those_that_are_held
 
 def test_each_engine_of_a_machine_has_gpus_of_its_own():
     assert arguments(tp=4, gpu=1)["--base-gpu-id"] == "9"
+    assert arguments(tp=2, args=("--pp-size", "2", "--data-parallel-size=3"))["--base-gpu-id"] == "24"
+    assert arguments(tp=2, args=("--dp-s", "2", "--enable-dp-attention"))["--base-gpu-id"] == "4", "replicas that share out the attention alone"
     assert "--device" not in arguments()
     assert "--base-gpu-id" not in arguments(device="cpu")
 
@@ -76,6 +78,9 @@ def test_the_users_arguments_come_last_and_so_win():
         (("--api-key", "k"), "ROLLSTREAM_ENGINE_KEY"),
         (("--admin_api_key", "k"), "ROLLSTREAM_ENGINE_ADMIN_KEY"),
         (("--tp", "2"), r"use engine\.tp"),
+        (("--base-gpu-id", "1"), r"use engine\.gpu"),
+        (("--gpu-id-step", "2"), "CUDA_VISIBLE_DEVICES"),
+        (("--pp-size", "two"), "--pp-size two: give a whole number"),
         (("--config", "f.yaml"), "a file of arguments"),
         (("--skip-tokenizer-init",), "no text"),
         (("--disaggregation-mode", "prefill"), "--disaggregation-mode prefill: neither half"),
