@@ -17,7 +17,7 @@ from collections.abc import Collection
 from typing import Literal, TypeAlias
 
 from deploy.config import UpConfig
-from producer.engine.sglang.arguments import gpus_of
+from producer.engine.sglang.arguments import gpus_of_engine
 
 Transport: TypeAlias = Literal["store", "delta", "gloo", "nccl", "ipc"]
 
@@ -51,7 +51,7 @@ def choose_device(transport: Transport, *, trainer: int | None, engines: Collect
 def engine_gpus(config: UpConfig) -> frozenset[int]:
     """Of every engine that `up` starts here, those of the evaluation's own included."""
     engine = config.engine
-    return frozenset(range(engine.gpu, engine.gpu + (engine.count + config.eval.engines) * gpus_of(engine)))
+    return frozenset(range(engine.gpu, engine.gpu + (engine.count + config.eval.engines) * gpus_of_engine(engine)))
 
 
 def _index(device: str) -> int | None:

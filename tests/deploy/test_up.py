@@ -35,7 +35,7 @@ from deploy.up.plan import plan
 from deploy.up.process import ChildProcess, identity_of
 from deploy.up.records import Record, read_records, write_records
 from deploy.up.resources import sessions
-from deploy.up.supervisor import Child, Policy, Role
+from deploy.up.supervisor import Child, Role
 from producer.engine import host
 from producer.engine.sglang.engine import _GRACE_S
 from producer.ray_actor import Settings

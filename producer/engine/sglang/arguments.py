@@ -115,12 +115,12 @@ def _for_cpu(settings: EngineConfig, longest: int, context: int) -> Iterator[str
 
 
 def _for_cuda(settings: EngineConfig, place: Place) -> Iterator[str]:
-    yield from ("--base-gpu-id", str(settings.gpu + place.index * gpus_of(settings)))
+    yield from ("--base-gpu-id", str(settings.gpu + place.index * gpus_of_engine(settings)))
     if settings.max_length:
         yield from ("--context-length", str(settings.max_length))
 
 
-def gpus_of(settings: EngineConfig) -> int:
+def gpus_of_engine(settings: EngineConfig) -> int:
     """GPUs of one engine: engine.tp in each stage (`--pp-size`) of each replica (`--dp-size`, unless replicas share out the attention alone).
 
     0 where the engine has none. Raises: `ConfigError` for a size that is no number.
@@ -145,7 +145,7 @@ def _given(args: Sequence[str], flags: Sequence[str]) -> list[str | None]:
 
 def check_arguments(settings: EngineConfig) -> None:
     """Raises: `ConfigError` naming the argument and why it cannot be."""
-    gpus_of(settings)
+    gpus_of_engine(settings)
     named = list(_named(settings.args))
     for name, _ in named:
         refused = next((flag for flag in _REFUSED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)
