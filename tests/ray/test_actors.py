@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ import pytest
 
 from deploy.ray.placement_group import look, new_group, remove, seat
 from producer.ray_actor import Settings, namespace
-from producer.ray_fleet import Fleet, connected
+from producer.ray_fleet import Fleet, RayUnavailable, connected, produce_on_ray
 from protocol.errors import ConfigError
 from tests.ray.bodies import Blocking, Brief, Failing, Hopeless, Refusing, Stubborn, Wide
 from tests.ray.conftest import Simulated
@@ -111,11 +112,21 @@ async def test_what_a_person_must_mend_is_not_tried_again(fleet: Fleet):
 
 
 async def test_an_actor_without_room_is_named_within_the_bound(fleet: Fleet):
-    from producer.ray_fleet import RayUnavailable
-
     await fleet.start(Blocking, "producer-9", Settings(run=RUN, text=""), cpus=1000)
     with pytest.raises(RayUnavailable, match=r"producer-9: not started within 1 s; the cluster has 1 nodes with 0 GPUs and 8 CPUs"):
         await fleet.wait_started(["producer-9"], within_s=1.0)
+
+
+async def test_producers_without_room_are_not_left_behind(cluster: Simulated, tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\nname = "{RUN}-alone"\n[redis]\nurl = "redis://127.0.0.77:1"\n[model]\npath = "m"\n[data]\npath = "d"\n[producer]\ncount = 2\n'
+        f'[placement]\nwait_seconds = 1.0\n[ray]\naddress = "{cluster.address}"\nproducer_cpus = 1000.0\n'
+    )
+    options = argparse.Namespace(config=str(file), set=[], index=None, ray=None)
+    for _ in range(2):
+        with pytest.raises(RayUnavailable, match=r"producer-0, producer-1: not started within 1 s"):
+            await produce_on_ray(options, asyncio.Event())
 
 
 async def test_an_engine_of_several_gpus_sees_those_of_its_bundles_and_no_others(cluster: Simulated, fleet: Fleet):
