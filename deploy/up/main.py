@@ -38,7 +38,7 @@ from deploy.stop_times import stop_seconds_of
 from deploy.up.launcher import Hooks, Launcher
 from deploy.up.plan import check_layout, plan
 from deploy.up.records import write_atomically
-from deploy.up.server_device import server_device
+from deploy.up.server_device import server_device, shared_gpu
 from deploy.up.supervisor import Child, Finish, Policy, Role
 from deploy.up.wishes import Wishes
 from protocol.config import load
@@ -89,6 +89,8 @@ async def up(options: UpOptions) -> Path:
     config = load(UpConfig, options.config, sets=options.sets)
     check_all(config)
     check_layout(config)
+    if shared := shared_gpu(config):
+        _LOG.warning("%s", shared)
     await asyncio.to_thread(check_carrier, config.weights, config.run, device=server_device(config))
     listener = bind(config.http)
     try:

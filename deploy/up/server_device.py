@@ -54,6 +54,17 @@ def engine_gpus(config: UpConfig) -> frozenset[int]:
     return frozenset(range(engine.gpu, engine.gpu + (engine.count + config.eval.engines) * gpus_of_engine(engine)))
 
 
+def shared_gpu(config: UpConfig) -> str:
+    """What to say where trainer and engines are on one GPU at the same time; empty: they are not, or take turns there."""
+    trainer = _index(config.trainer.device)
+    if trainer not in engine_gpus(config) or config.placement.layout == "colocated":
+        return ""
+    return (
+        f"trainer.device {config.trainer.device} is an engine's GPU too (engine.gpu {config.engine.gpu}): both have their memory there at the same time; bound "
+        "the engine's by --mem-fraction-static in engine.args, choose another GPU, or use placement.layout colocated"
+    )
+
+
 def _index(device: str) -> int | None:
     kind, _, number = device.partition(":")
     return None if kind == "cpu" else int(number or 0)

@@ -131,6 +131,22 @@ def gpus_of_engine(settings: EngineConfig) -> int:
     return settings.tp * _size(settings.args, _STAGES) * replicas
 
 
+def check_context(settings: EngineConfig, *, longest: int, context: int) -> None:
+    """Whether a server has room for the longest request: what goes beyond it is refused, or cut, again and again, so that the run would learn from short
+    responses alone. `context`: of the model, 0 if unknown.
+
+    Raises: `ConfigError` naming what is too small.
+    """
+    wanted = f"tokens, and the longest request that [rollout] and [eval] allow has {longest}"
+    lower = "or lower rollout.max_prompt_tokens or max_new_tokens"
+    if context and context < longest + 1:
+        raise ConfigError(f"model.path: the model's max_position_embeddings is {context} {wanted}, and one more is kept free: use another model, {lower}")
+    given = next(reversed(_given(settings.args, ("--context-length",))), None) or ""
+    for key, length in (("engine.max_length", settings.max_length), ("engine.args --context-length", int(given) if given.isdigit() else 0)):
+        if length and length < longest + _SPARE:
+            raise ConfigError(f"{key} {length} {wanted}, and {_SPARE} more are kept free: raise it, leave it out, {lower}")
+
+
 def _size(args: Sequence[str], flags: Sequence[str]) -> int:
     value = next(reversed(_given(args, flags)), "1")
     if value is None or not value.isdigit() or not int(value):

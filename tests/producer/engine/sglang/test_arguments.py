@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from producer.engine.config import EngineConfig
-from producer.engine.sglang.arguments import LAUNCH, Place, server_arguments
+from producer.engine.kinds import make_kind
+from producer.engine.sglang.arguments import LAUNCH, Place, check_context, server_arguments
+from producer.engine.sglang.context import known_context
 from protocol.errors import ConfigError
+from weightsync.config import WeightsConfig
 from weightsync.lora import LoraConfig
 
 PLACE = Place(index=2, port=31000, rendezvous_port=31001, boot_nonce="ab12", seed=(1 << 40) + 7)
@@ -126,3 +131,42 @@ def test_a_run_whose_versions_are_adapters_starts_servers_that_take_them():
     assert f"{flags} --lora-backend torch_native" in on_cpu, "the others are kernels for GPUs"
     assert "--lora-backend" not in on_gpu
     assert "--enable-lora" not in started("cuda", lora.model_copy(update={"publish": "merged"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "context", "told"),
+    [
+        ({}, 0, ""),
+        ({}, 25, ""),
+        ({}, 24, r"model\.path: the model's max_position_embeddings is 24 tokens, and the longest request .* has 24, and one more"),
+        ({"max_length": 32}, 0, ""),
+        ({"max_length": 31}, 64, r"engine\.max_length 31 tokens"),
+        ({"args": ("--context-length", "31")}, 64, r"engine\.args --context-length 31 tokens"),
+        ({"args": ("--context-length=32",)}, 64, ""),
+    ],
+)
+def test_a_server_without_room_for_the_longest_request_is_refused(settings: dict[str, object], context: int, told: str):
+    engine = EngineConfig(kind="sglang", **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext():
+        check_context(engine, longest=24, context=context)
+
+
+@pytest.mark.parametrize(
+    ("file", "context"),
+    [
+        ('{"max_position_embeddings": 64}', 64),
+        ('{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}', 0),
+        ('{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}', 64),
+        ('{"model_type": "qwen3"}', 0),
+        ("[]", 0),
+    ],
+)
+def test_the_room_is_the_models_where_its_file_says_so(tmp_path: Path, file: str, context: int):
+    (tmp_path / "config.json").write_text(file)
+    assert known_context(str(tmp_path)) == context
+
+
+def test_a_host_refuses_a_model_that_is_too_short_for_the_run(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    with pytest.raises(ConfigError, match=r"max_position_embeddings is 64 tokens, and the longest request .* has 1024"):
+        make_kind(EngineConfig(kind="sglang"), WeightsConfig(), index=0, model=str(tmp_path), longest=1024, seed=lambda _: 0, log=tmp_path / "sglang.log")
