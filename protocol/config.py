@@ -112,8 +112,8 @@ class PlacementConfig(Section):
     moved = MappingProxyType({"trainer_ranks": "trainer.ranks"})
     layout: Literal["disaggregated", "colocated", "external", "trainer_only", "rollout_only"] = Field(
         "disaggregated",
-        description="disaggregated: trainer and engines run at once, on Ray on devices of their own, on one machine on those that trainer.device and engine.gpu name. "
-        "colocated: they take turns on the same ones, with buffer.pipeline_depth 0. "
+        description="disaggregated: trainer and engines run at once, on Ray on devices of their own, on one machine on those that trainer.device and "
+        "engine.gpu name. colocated: they take turns on the same ones, with buffer.pipeline_depth 0. "
         "external: engines run elsewhere, at engine.urls. trainer_only, rollout_only: on Ray, the other half is not started.",
     )
     gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine of the cluster; an engine's GPUs must lie on one.")
