@@ -32,6 +32,7 @@ from typing import Literal, TypeAlias
 
 from consumer.critic.config import GAE
 from deploy.config import UpConfig
+from producer.engine.sglang.arguments import gpus_of_engine
 from protocol.errors import ConfigError
 
 Layout: TypeAlias = Literal["disaggregated", "colocated", "external", "trainer_only", "rollout_only"]
@@ -154,7 +155,12 @@ def demand_of(config: UpConfig) -> Demand:
         raise ConfigError(f'placement.layout "external" with engine.kind "{engine.kind}": use kind = "external" and urls, or another layout')
     if layout == "colocated" and engine.kind == "external":
         raise ConfigError('placement.layout "colocated" with engine.kind "external": engines that run elsewhere share no GPU with the trainer; use "external"')
-    of_kind = engine.tp if engine.kind == "sglang" and engine.device == "cuda" else 0
+    of_kind = gpus_of_engine(engine)
+    if 0 < placement.engine_gpus < of_kind:
+        raise ConfigError(
+            f"placement.engine_gpus {placement.engine_gpus} is below the {of_kind} GPUs that one engine takes by engine.tp and engine.args: raise it, or leave "
+            "it out"
+        )
     return Demand(
         layout=layout,
         trainer_ranks=config.trainer.ranks,

@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deploy.config import LAST_PORT
+from producer.engine.config import EngineConfig
 from protocol.connection import Client, Script, asking
 from protocol.keys import Keys
 
@@ -42,6 +44,15 @@ def change_to(count: int, *, there: Collection[int], reserved: Collection[int] =
     taken = {*mine, *reserved}
     free = (index for index in range(len(taken) + count) if index not in taken)
     return Change(added=tuple(index for index, _ in zip(free, range(count - len(mine)), strict=False)), gone=tuple(mine[count:]))
+
+
+def refuses(engine: EngineConfig, index: int) -> str:
+    """Why there cannot be an engine of this index too, and what to do; empty: there can."""
+    if engine.kind == "external" and index >= len(engine.urls):
+        return f"engine.urls has {len(engine.urls)}, and engine-{index} needs one of its own: add it"
+    if engine.port and engine.port + index > LAST_PORT:
+        return f"engine.port {engine.port} leaves no port for engine-{index}: lower it, or use 0 for free ports"
+    return ""
 
 
 async def wish(client: Client, keys: Keys, role: str, count: int) -> int:

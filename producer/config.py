@@ -18,6 +18,7 @@ _DOTTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _SET_NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 MAIN_SET = "main"
 """Of eval.path."""
+_LEAST_STOP_S, _GIVE_BACK_S = 20.0, 10.0
 
 
 class RewardKind(StrEnum):
@@ -98,7 +99,7 @@ class ProducerConfig(Section):
     sample_deadline_seconds: float = Field(300.0, gt=0, description="One generation request may take this long.")
     stream: bool = Field(True, description="Engines send what they write as they write it; when one dies, others go on from there. False: whole responses.")
     progress_seconds: float = Field(30.0, gt=0, description="An engine that generates nothing for so long, and is not paused for an update, is given up.")
-    router_url: str = Field("", description="A SGLang router in front of the engines for requests; it must run with --disable-retries. Empty: none.")
+    router_url: str = Field("", description="A SGLang router for requests; run it with --disable-retries: hosts put their engines behind it. Empty: none.")
     group_deadline_seconds: float = Field(900.0, gt=0, description="All attempts and rewards of one group together; waiting for an engine does not count.")
     drain_seconds: float = Field(10.0, ge=0, description="On SIGTERM, groups under way get this long to finish; the rest are given back.")
     filter: GroupFilter = Field(GroupFilter.NONE, strict=False, description="none, or zero_variance: drop groups whose rewards are all equal.")
@@ -117,6 +118,11 @@ class ProducerConfig(Section):
                 "lower the first or raise the second"
             )
         return self
+
+
+def stop_seconds(producer: ProducerConfig) -> float:
+    """What a producer may take from SIGTERM to its exit: its groups under way, then giving the rest back. Who stops it must not kill it sooner."""
+    return max(_LEAST_STOP_S, producer.drain_seconds + _GIVE_BACK_S)
 
 
 class ProducerDaemonConfig(Tree):

@@ -31,6 +31,7 @@ from typing import Any
 
 from producer.engine.host import EngineHostConfig, run_host
 from producer.engine.key import ADMIN_VARIABLE, VARIABLE
+from producer.engine.sglang.arguments import gpus_of_engine
 from producer.main import produce
 from producer.teacher.config import TEACHER_VARIABLE
 from protocol.config import load
@@ -311,8 +312,8 @@ class EngineActor(DaemonActor):
         here: dict[str, object] = {}
         if engine.host in LOOPBACK and engine.kind != "external":  # nobody on another node would reach it there
             here["host"] = self.address
-        if engine.kind == "sglang" and engine.device == "cuda":  # it sees its own GPUs alone, so the first of them is its first
-            here["args"] = (*engine.args, "--base-gpu-id", "0")
+        if engine.kind == "sglang" and engine.device == "cuda":  # it sees its own GPUs alone, so its first is 0, wherever engine 0 would begin
+            here["gpu"] = -_index(self.name) * gpus_of_engine(engine)
         await run_host(config.model_copy(update={"engine": engine.model_copy(update=here)}), _index(self.name), stop)
 
 

@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from producer.config import ProducerDaemonConfig
+from producer.config import ProducerDaemonConfig, stop_seconds
 from producer.ray_actor import SECRETS, About, DaemonActor, ProducerActor, Settings, forget, namespace
-from protocol.config import RayConfig, RunConfig, Tree, load
+from protocol.config import PlacementConfig, RayConfig, RunConfig, Tree, load
 from protocol.errors import EXIT_DRAINED, EXIT_FAULT, ConfigError, RollstreamError, Unavailable
 
 _LOG = logging.getLogger(__name__)
 _PROBE_S = 20.0
 """One question to an actor about its end; then it is asked again."""
 _RETRY_S = 0.5
-STOP_S = 20.0
-"""What a producer or an engine has from being asked to stop until it is killed."""
+_PROMPT_S = 3.0
+"""One that has been started answers within this, or has no process yet."""
 _CHATTY = ("ray._private.worker", "ray.actor")
 """They warn of what is meant to be: signals that are not theirs, and actors in a group that outlive their driver, which leave before the group is removed."""
 _ENVIRONMENT = "ROLLSTREAM__"
@@ -223,7 +223,7 @@ class Fleet:
                 if about is not None:
                     return about
 
-    async def stop(self, name: str, *, within_s: float = STOP_S) -> Left:
+    async def stop(self, name: str, *, within_s: float) -> Left:
         """Have it end in good order, or by force after `within_s`; how it went. It is gone then."""
         about: About | None = None
         answered = False
@@ -247,6 +247,12 @@ class Fleet:
         if (handle := await self._handle(name)) is not None:
             await asyncio.to_thread(ray.kill, handle, no_restart=True)
             await asyncio.to_thread(forget, self._namespace, name)
+
+    async def kill_silent(self, names: Iterable[str]) -> None:
+        """Those of them that have no process yet need no good order, and would not answer."""
+        asked = list(names)
+        found = await asyncio.gather(*(self.about(name, timeout_s=_PROMPT_S) for name in asked))
+        await asyncio.gather(*(self.kill(name) for name, about in zip(asked, found, strict=True) if about is None))
 
     async def wait_started(self, names: Iterable[str], *, within_s: float) -> list[About]:
         """Return once each of them has a place: where. Raises: `RayUnavailable` naming those that have none, and what is free."""
@@ -272,7 +278,7 @@ class Fleet:
             )
         if silent := [name for name, about in found.items() if about is None]:
             raise RayUnavailable(f"{', '.join(silent)}: there already, and waiting for room or being moved, so whose it is cannot be told; try again later")
-        await asyncio.gather(*(self.stop(name) for name, about in found.items() if about is not None and about.code is not None))
+        await asyncio.gather(*(self.stop(name, within_s=_PROBE_S) for name, about in found.items() if about is not None and about.code is not None))
 
     async def _handle(self, name: str) -> Any:
         import ray
@@ -322,31 +328,40 @@ class ProducersConfig(ProducerDaemonConfig):
     """What starting producers on Ray needs."""
 
     ray: RayConfig = RayConfig()
+    placement: PlacementConfig = PlacementConfig()
 
 
 async def produce_on_ray(options: argparse.Namespace, stop: asyncio.Event) -> None:
     """`rl-producer --ray`: producer.count producers as actors, or the one of `--index`, until they have ended; `stop` ends them in good order.
 
-    A process that is killed leaves them: they go on, and the same command finds them. Raises: `ConfigError`, `RayUnavailable`, `ActorFailed`.
+    A process that is killed leaves them: they go on, and the same command finds them. Raises: `ConfigError`; `RayUnavailable` where there is no room for all
+    within placement.wait_seconds: those of them that it started and that have no process yet are gone then; `ActorFailed`.
     """
     config = load(ProducersConfig, options.config, sets=options.set)
     if not config.redis.url:
         raise ConfigError("redis.url is empty: actors on other nodes need the URL of a Redis that all nodes reach")
-    digest = f"{ProducerActor.__name__} {xxhash.xxh3_128_hexdigest(config.model_dump_json().encode())}"
+    digest = f"{ProducerActor.__name__} {xxhash.xxh3_128_hexdigest(config.model_dump_json(exclude={'placement'}).encode())}"
     settings = read_settings(options.config, options.set, config, run=config.run.name, digest=digest)
     names = [f"producer-{index}" for index in (range(config.producer.count) if options.index is None else (options.index,))]
     async with connected(options.ray or config.ray.address, config.run.name):
         fleet = Fleet(config.run.name)
         await fleet.refuse_others(names, digest)
+        there = await fleet.names()
         for name in names:
             await fleet.start(ProducerActor, name, settings, cpus=config.ray.producer_cpus)
-        await unless(stop, fleet.wait_started(names, within_s=60.0))
+        try:
+            await unless(stop, fleet.wait_started(names, within_s=config.placement.wait_seconds))
+        except RayUnavailable:
+            await fleet.kill_silent(name for name in names if name not in there)
+            raise
         follow = asyncio.gather(*(fleet.ended(name) for name in names))
         asked = asyncio.ensure_future(stop.wait())
         await asyncio.wait((follow, asked), return_when=asyncio.FIRST_COMPLETED)
         if not follow.done():
             follow.cancel()
-            ends = [(left.name, left.code, left.how) for left in await asyncio.gather(*(fleet.stop(name) for name in names))]
+            ends = [
+                (left.name, left.code, left.how) for left in await asyncio.gather(*(fleet.stop(name, within_s=stop_seconds(config.producer)) for name in names))
+            ]
         else:
             asked.cancel()
             ends = [(about.name, about.code or EXIT_DRAINED, ended_how(about)) for about in await follow if about is not None]

@@ -110,9 +110,16 @@ async def _demo(demo: folders.Demo, kind: DrillKind | None, console: Console) ->
         (demo.folder / "drill.json").write_bytes(orjson.dumps(drill_json(drill), option=orjson.OPT_INDENT_2))
         console.print(drill_table(drill, began))
     if code:
-        console.print(f"the run ended with exit code {code}: see {where}/logs; `rollstream up -c {where}/run.toml --resume` goes on from its last checkpoint")
+        console.print(ended(demo, code))
         return code
     return await _verdict(demo, drill, console)
+
+
+def ended(demo: folders.Demo, code: int) -> str:
+    """What to look at after a run that did not drain, and how it goes on, if there is one."""
+    where = _shown(demo.folder)
+    again = f"; `rollstream up -c {where}/run.toml --resume` goes on from its last checkpoint" if (demo.folder / "redis").is_dir() else ""
+    return f"the run ended with exit code {code}: see {where}/logs{again}"
 
 
 async def _warm_start(demo: folders.Demo) -> int:

@@ -7,19 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from consumer.config import stop_seconds
 from deploy.config import UpConfig
 from deploy.placement import Part, Placement, demand_of, place
 from deploy.ray.placement_group import WHOLE_GPU, find, new_group, remove, seat
 from deploy.ray.trainer import TrainerActor
+from deploy.stop_times import ENGINE, PRODUCER, TRAINER, stop_seconds_of
 from producer.ray_actor import EngineActor, ProducerActor, Settings, namespace
-from producer.ray_fleet import STOP_S, Fleet, Left
+from producer.ray_fleet import Fleet, Left
 from protocol.errors import ConfigError
 
-TRAINER, ENGINE, PRODUCER = "trainer", "engine", "producer"
 _RANK = "rank"
 """Of the trainer, above 0: they have bundles of their own, and rank 0 starts them."""
-_MARGIN_S = 10.0
 _SHARE_OF_GPU: Mapping[Part, float] = {Part.TRAINER: 0.4, Part.ENGINE: 0.2, Part.EVAL: WHOLE_GPU}
 """Where a run is colocated."""
 
@@ -80,7 +78,7 @@ class Crew:
     async def stop(self, name: str) -> Left:
         """In good order, or by force; the room of an engine that was added while the run went on is given back."""
         role = name.rpartition("-")[0]
-        left = await self.fleet.stop(name, within_s=stop_seconds(self.config.weights) + _MARGIN_S if role == TRAINER else STOP_S)
+        left = await self.fleet.stop(name, within_s=stop_seconds_of(self.config, role))
         if role == ENGINE and name not in self.dealt and (group := find(_room(self.config.run.name, name))) is not None:
             remove(group)
         return left

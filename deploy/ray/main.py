@@ -27,10 +27,11 @@ from deploy.config import ReaderConfig, UpConfig, bind
 from deploy.http.app import announcement, serve_app
 from deploy.live import show
 from deploy.placement import Placement
-from deploy.ray.crew import ENGINE, PRODUCER, TRAINER, Crew, placement_of
+from deploy.ray.crew import Crew, placement_of
 from deploy.ray.placement_group import reserve
 from deploy.ray.reach import check_reach
 from deploy.snapshot import PictureSource, picture_source
+from deploy.stop_times import ENGINE, PRODUCER, TRAINER
 from deploy.summary import write_summary
 from deploy.up.supervisor import Child, Life
 from producer.ray_actor import About, Settings, give_back
@@ -48,8 +49,6 @@ _ALONE_S: Mapping[str, float] = {PRODUCER: 180.0, ENGINE: 30.0}
 _SUMMARY_S = 120.0
 _STEADY_S = 20.0
 """An actor that is there when we come answers within this, or is being moved."""
-_PROMPT_S = 3.0
-"""One that has been started answers within this, or has no process yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,23 +188,18 @@ class _Life:
             started = await unless(self._stop, self._fleet.wait_started(wanted, within_s=self._crew.config.placement.wait_seconds))
         except RollstreamError as problem:
             if not there:
-                await self._drop_silent(mine)
+                await self._fleet.kill_silent(mine)
                 await self.end(Verdict(code=EXIT_FAULT))
                 raise
             _LOG.warning("%s; the run goes on without, and Ray starts them once there is room", problem)
         else:
             if started is None:
-                await self._drop_silent(mine)
+                await self._fleet.kill_silent(mine)
                 return await self.end(_CUT_SHORT)
             for about in started:
                 _LOG.info("%s runs on %s (node %s)%s", about.name, about.host, about.node[:8], f", GPU {about.gpus}" if about.gpus else "")
         verdict = await self._follow(wanted)
         return await self.end(verdict)
-
-    async def _drop_silent(self, names: list[str]) -> None:
-        """Those of them that have no process yet need no good order, and would not answer."""
-        found = await asyncio.gather(*(self._fleet.about(name, timeout_s=_PROMPT_S) for name in names))
-        await asyncio.gather(*(self._fleet.kill(name) for name, about in zip(names, found, strict=True) if about is None))
 
     async def _clear_ended(self) -> None:
         """Who has ended makes room, and so does what was reserved, if nobody sits in it any more: it may have been for another layout."""

@@ -30,15 +30,15 @@ from redis.exceptions import RedisError
 
 from buffer.contract import RunState
 from buffer.redis_ledger import RedisLedger
-from consumer.config import stop_seconds
 from deploy.checks import check_all, check_carrier
 from deploy.config import UpConfig, bind, check_ports
 from deploy.redis_server import ServerCommand, server_command, wait_ready
 from deploy.snapshot import PictureSource, picture_source
+from deploy.stop_times import stop_seconds_of
 from deploy.up.launcher import Hooks, Launcher
 from deploy.up.plan import check_layout, plan
 from deploy.up.records import write_atomically
-from deploy.up.server_device import server_device
+from deploy.up.server_device import server_device, shared_gpu
 from deploy.up.supervisor import Child, Finish, Policy, Role
 from deploy.up.wishes import Wishes
 from protocol.config import load
@@ -54,9 +54,6 @@ _TRACES = ("processes.json", "redis", "checkpoint", "audit.jsonl", "witness.json
 """What a run leaves in its folder; a data set, a model or a configuration that lies there too is not a run."""
 _HEALTH_S = 5.0
 _LOOK_S = 0.5
-_MARGIN_S = 10.0
-_SERVER_S = 15.0
-"""What an engine host needs beyond its own leaving to end a server of SGLang: that takes six seconds, and is bounded by ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +64,7 @@ class UpOptions:
     live: bool = True
     """A live view, where standard output is a terminal."""
     policy: Policy | None = None
-    """None: the usual one, with the time that this configuration gives a trainer to end."""
+    """None: the usual one, with the time that this configuration gives each role to end."""
 
 
 class UpFailed(RollstreamError):
@@ -92,6 +89,8 @@ async def up(options: UpOptions) -> Path:
     config = load(UpConfig, options.config, sets=options.sets)
     check_all(config)
     check_layout(config)
+    if shared := shared_gpu(config):
+        _LOG.warning("%s", shared)
     await asyncio.to_thread(check_carrier, config.weights, config.run, device=server_device(config))
     listener = bind(config.http)
     try:
@@ -167,9 +166,8 @@ def _hold(folder: Path) -> Iterator[None]:
 def policy_for(config: UpConfig) -> Policy:
     """Whoever ends in good order within deadlines of its own must not be killed before them."""
     usual = Policy()
-    trainer_s = stop_seconds(config.weights) + _MARGIN_S
-    engine_s = usual.stop_s[Role.ENGINE] + (_SERVER_S if config.engine.kind == "sglang" else 0.0)
-    return replace(usual, stop_s={**usual.stop_s, Role.TRAINER: max(trainer_s, usual.stop_s[Role.TRAINER]), Role.ENGINE: engine_s})
+    own = {role: stop_seconds_of(config, role) for role in (Role.TRAINER, Role.PRODUCER, Role.ENGINE)}
+    return replace(usual, stop_s={**usual.stop_s, **own})
 
 
 class _Up:

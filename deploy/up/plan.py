@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.config import LAST_PORT, UpConfig
+from deploy.config import UpConfig
 from deploy.placement import demand_of
 from deploy.redis_server import ServerCommand
+from deploy.scaling import refuses
 from deploy.up.server_device import server_device
 from deploy.up.supervisor import Child, Role
 from producer.engine.config import EngineConfig
@@ -58,12 +59,8 @@ class Plan:
         """Why there cannot be this one too; empty: there can."""
         if child.role is not Role.ENGINE:
             return ""
-        engine = self.engine
-        if engine.kind == "external" and child.index >= len(engine.urls):
-            return f"engine.urls has {len(engine.urls)}, and {child} needs one of its own: add it, and go on by `rollstream up --resume`"
-        if engine.port and engine.port + child.index > LAST_PORT:
-            return f"engine.port {engine.port} leaves no port for {child}: lower it, or use 0 for free ports, and go on by `rollstream up --resume`"
-        return ""
+        why = refuses(self.engine, child.index)
+        return f"{why}, and go on by `rollstream up --resume`" if why else ""
 
     def argv(self, child: Child) -> tuple[str, ...]:
         """Without `--new` or `--resume`, which only the trainer takes and only its start decides."""

@@ -17,6 +17,7 @@ from collections.abc import Collection
 from typing import Literal, TypeAlias
 
 from deploy.config import UpConfig
+from producer.engine.sglang.arguments import gpus_here
 
 Transport: TypeAlias = Literal["store", "delta", "gloo", "nccl", "ipc"]
 
@@ -50,9 +51,18 @@ def choose_device(transport: Transport, *, trainer: int | None, engines: Collect
 def engine_gpus(config: UpConfig) -> frozenset[int]:
     """Of every engine that `up` starts here, those of the evaluation's own included."""
     engine = config.engine
-    if engine.kind != "sglang" or engine.device != "cuda":
-        return frozenset()
-    return frozenset(range(engine.gpu, engine.gpu + (engine.count + config.eval.engines) * engine.tp // engine.nodes))
+    return frozenset(range(engine.gpu, engine.gpu + (engine.count + config.eval.engines) * gpus_here(engine)))
+
+
+def shared_gpu(config: UpConfig) -> str:
+    """What to say where trainer and engines are on one GPU at the same time; empty: they are not, or take turns there."""
+    trainer = _index(config.trainer.device)
+    if trainer not in engine_gpus(config) or config.placement.layout == "colocated":
+        return ""
+    return (
+        f"trainer.device {config.trainer.device} is an engine's GPU too (engine.gpu {config.engine.gpu}): both have their memory there at the same time; bound "
+        "the engine's by --mem-fraction-static in engine.args, choose another GPU, or use placement.layout colocated"
+    )
 
 
 def _index(device: str) -> int | None:

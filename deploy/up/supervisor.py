@@ -51,7 +51,7 @@ _SPARED = frozenset({Role.RELAY, Role.WEIGHT_SERVER})
 
 
 _STOP_S = MappingProxyType({
-    Role.TRAINER: 90.0, Role.PRODUCER: 20.0, Role.ENGINE: 15.0, Role.RELAY: 10.0, Role.WEIGHT_SERVER: 10.0, Role.REDIS: 20.0,
+    Role.TRAINER: 90.0, Role.PRODUCER: 20.0, Role.ENGINE: 20.0, Role.RELAY: 10.0, Role.WEIGHT_SERVER: 10.0, Role.REDIS: 20.0,
 })  # fmt: skip
 
 

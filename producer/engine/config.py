@@ -29,7 +29,9 @@ class EngineConfig(Section):
     device: Literal["cuda", "cpu"] = Field("cuda", description="With kind sglang: what it computes on.")
     tp: int = Field(1, ge=1, description="With kind sglang: GPUs that share one engine (tensor parallel).")
     nodes: int = Field(1, ge=1, description="With kind sglang: machines that share one engine, with as many of its GPUs on each. See docs/engines.md.")
-    gpu: int = Field(0, ge=0, description="With kind sglang: first GPU of engine 0; engine i begins at gpu + i * tp/nodes. CUDA_VISIBLE_DEVICES counts first.")
+    gpu: int = Field(
+        0, ge=0, description="With kind sglang: first GPU of engine 0; the others begin after its GPUs, side by side. CUDA_VISIBLE_DEVICES counts first."
+    )
     args: tuple[str, ...] = Field((), strict=False, description="With kind sglang: further arguments of its server, which outrank ours. See docs/engines.md.")
     start_seconds: float = Field(600.0, gt=0, description="With kind sglang: a server that has not written a token by then is ended and started again.")
     progress_seconds: float = Field(60.0, gt=0, description="An engine that has written no token for so long is asked for one; sglang and external.")

@@ -30,13 +30,14 @@ import xxhash
 
 from buffer.contract import RunState
 from buffer.redis_ledger import RedisLedger
-from producer.config import EvalConfig
+from producer.config import EvalConfig, ProducerConfig
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
 from producer.engine.hosted import EngineFault, Hosted, Kind, Misfit
 from producer.engine.key import admin_key, engine_key
 from producer.engine.kinds import make_kind
 from producer.engine.nodes import NodeMissing, Nodes
+from producer.engine.router import Router
 from producer.engine.sglang.arguments import gpus_of
 from producer.engine.turns import DeviceTurns
 from producer.stopping import unless
@@ -85,6 +86,7 @@ class EngineHostConfig(Tree):
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     engine: EngineConfig = EngineConfig()
+    producer: ProducerConfig = ProducerConfig()
     lora: LoraConfig = LoraConfig()
     placement: PlacementConfig = PlacementConfig()
 
@@ -305,6 +307,9 @@ class _Host:
         self._nodes: Nodes | None = None
         if engine.meeting is not None:
             self._nodes = Nodes(client, keys, engine_id=self._id, index=index, boot_nonce=boot_nonce, meeting=engine.meeting)
+        self._router: Router | None = None
+        if config.producer.router_url and self._fleet != EVAL_FLEET:
+            self._router = Router(desk.session, config.producer.router_url, engine.url, model=config.run.name, api_key=engine_key())
         self._adapters = prefix_of(config.run.name) if config.lora.adapters else ""
         self._control = control = desk.reconciling(engine.url, adapters=self._adapters)
         self._reconciler = Reconciler(
@@ -365,7 +370,12 @@ class _Host:
         for folder in folders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
+    async def _routable(self) -> set[str]:
+        return {engine.url for engine in await self._registry.routable() if engine.fleet != EVAL_FLEET}
+
     async def _say_goodbye(self, reason: str) -> None:
+        if self._router is not None:
+            await self._router.leave()
         async with asyncio.timeout(_LEAVE_S):
             if self._nodes is not None:
                 await self._nodes.leave()
@@ -408,6 +418,8 @@ class _Host:
         await self._registry.beat(self._status(EngineState.STARTING))  # what is known from here on, before anybody is sent to it
         async with asyncio.TaskGroup() as group:
             group.create_task(self._engine.failed(), name="engine:fault")
+            if self._router is not None:
+                group.create_task(self._router.follow(self._routable, self._waker), name="engine:router")
             group.create_task(self._reconcile(), name="engine:reconciler")
 
     async def _reconcile(self) -> None:
@@ -463,6 +475,8 @@ class _Host:
         with contextlib.suppress(TimeoutError, EngineFault):
             async with asyncio.timeout(_FINISH_S):
                 await self._registry.beat(self._status(EngineState.LEAVING))
+                if self._router is not None:
+                    await self._router.leave()
                 await self._engine.until_idle()
 
     def _status(self, state: EngineState) -> EngineStatus:

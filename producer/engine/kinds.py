@@ -9,6 +9,8 @@ from producer.engine.config import EngineConfig
 from producer.engine.external import ExternalServer
 from producer.engine.hosted import Kind
 from producer.engine.inprocess import Embedded
+from producer.engine.sglang.arguments import check_context
+from producer.engine.sglang.context import known_context
 from producer.engine.sglang.engine import SGLangServer
 from protocol.errors import ConfigError
 from weightsync.config import WeightsConfig
@@ -38,6 +40,7 @@ def make_kind(
     if settings.kind == "embedded":
         return Embedded(settings, lora=lora, index=index, model=model, longest=longest, seed=seed, group_deadline_s=weights.group_deadline_s)
     if settings.kind == "sglang":
+        check_context(settings, longest=longest, context=known_context(model))
         return SGLangServer(settings, lora=lora, shares_device=shares_device, index=index, model=model, longest=longest, seed=seed, log=log)
     if weights.transport not in _BY_FILES:
         raise ConfigError(

@@ -21,6 +21,7 @@ from deploy.demo import folder as folders
 from deploy.demo import task, tokenizer
 from deploy.demo.bars import bars
 from deploy.demo.drill import Drill, DrillKind, Plan
+from deploy.demo.main import ended
 from deploy.demo.main import main as demo_main
 from deploy.summary import summarise
 from producer.rewards import load_function
@@ -263,3 +264,10 @@ async def test_the_drill_kills_the_process_on_record_and_nobody_who_got_its_numb
     assert kill(tmp_path, "trainer-0") == ()
     assert kill(tmp_path, "engine-1") == (process.identity.pid,)
     assert await asyncio.wait_for(process.wait(), 10) == -9
+
+
+def test_a_run_that_never_came_to_be_is_not_to_be_resumed(tmp_path: Path):
+    demo = folders.Demo(folder=tmp_path, seed=0, steps=1)
+    assert "--resume" not in ended(demo, 1)
+    (tmp_path / "redis").mkdir()
+    assert "--resume` goes on" in ended(demo, 1)

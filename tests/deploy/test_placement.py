@@ -174,6 +174,11 @@ def test_what_placement_leaves_out_is_taken_from_the_sections_that_know():
     assert (small.layout, small.trainer_ranks, small.trainer_gpus, small.engine_gpus, small.engines) == ("disaggregated", 1, 0, 0, 1)
     large = demand_of(config(trainer={"device": "cuda:0", "ranks": 4}, engine={"kind": "sglang", "tp": 2, "count": 3}, eval={"engines": 1}))
     assert (large.trainer_ranks, large.trainer_gpus, large.engine_gpus, large.engines, large.eval_engines) == (4, 1, 2, 3, 1)
+    staged = {"kind": "sglang", "tp": 2, "args": ["--pp-size", "2"]}
+    assert demand_of(config(engine=staged)).engine_gpus == 4
+    assert demand_of(config(engine=staged, placement={"engine_gpus": 5})).engine_gpus == 5
+    with pytest.raises(ConfigError, match=r"placement\.engine_gpus 2 is below the 4 GPUs"):
+        demand_of(config(engine=staged, placement={"engine_gpus": 2}))
     external = demand_of(config(engine={"kind": "external", "urls": ["http://a:1", "http://b:1"]}))
     assert (external.layout, external.engines) == ("external", 2)
     assert place(external).gpus == 0

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from deploy import scaling
 from deploy.config import UpConfig
-from deploy.scale import _scale_here, reached
+from deploy.ray.scale import change
+from deploy.scale import NotScaled, Slow, _scale_here, reached
 from deploy.scaling import LAUNCHER, change_to, forget, wish, wishes
 from deploy.up.plan import Plan, plan
 from deploy.up.supervisor import Child, Role
+from producer.ray_actor import About
 from protocol.config import validate
 from protocol.connection import Client
 from protocol.errors import ConfigError, RollstreamError
@@ -68,6 +70,62 @@ def test_an_engine_that_is_added_comes_after_the_evaluations_and_is_none_of_them
 def test_an_engine_that_there_is_no_place_for_is_refused(engine: dict[str, object], index: int, why: str):
     assert planned(engine=engine).refuses(Child(Role.ENGINE, index)).startswith(why)
     assert bool(planned(engine=engine).refuses(Child(Role.ENGINE, index))) is bool(why)
+
+
+class Staged:
+    """A crew and its fleet on a cluster where whoever is started has ended at once, if it is in `ends`."""
+
+    def __init__(self, ends: dict[str, int], **sections: dict[str, object]) -> None:
+        values = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": "d"}, "placement": {"wait_seconds": 0.3}} | sections
+        self.config, self.fleet, self.ends = validate(UpConfig, values, source="test"), self, ends
+        self.there, self.started = ["engine-0"], list[str]()
+
+    async def names(self, _role: str) -> list[str]:
+        return list(self.there)
+
+    async def start(self, name: str) -> None:
+        self.there.append(name)
+        self.started.append(name)
+
+    async def stop(self, name: str) -> None:
+        self.there.remove(name)
+
+    async def wait_started(self, _names: object, *, within_s: float) -> None:
+        assert within_s
+
+    async def about(self, name: str, *, timeout_s: float) -> About:
+        assert timeout_s
+        return About(name=name, digest="", node="n", address="a", host="h", pid=1, gpus="", moved=False, code=self.ends.get(name), message="no such folder")
+
+
+async def scaled(crew: Staged, count: int, *, late: str = "") -> None:
+    async def announced(name: str) -> bool:
+        return name != late
+
+    await change(crew, "engine", count, announced=announced)
+
+
+async def test_on_ray_an_engine_that_there_is_no_place_for_is_refused_before_anything_starts():
+    crew = Staged({}, engine={"kind": "external", "urls": ["http://a:1", "http://b:1"], "count": 1})
+    with pytest.raises(ConfigError, match=r"engine\.urls has 2, and engine-2 needs one"):
+        await scaled(crew, 3)
+    assert crew.started == []
+    await scaled(crew, 2)
+    assert crew.there == ["engine-0", "engine-1"]
+
+
+async def test_on_ray_who_has_ended_instead_is_told_and_gone_and_the_others_stay():
+    crew = Staged({"engine-2": 2})
+    with pytest.raises(NotScaled, match=r"engine-2 ended on h with exit code 2: no such folder$"):
+        await scaled(crew, 3)
+    assert crew.there == ["engine-0", "engine-1"]
+
+
+async def test_on_ray_who_has_not_announced_itself_in_time_is_told_and_stays():
+    crew = Staged({})
+    with pytest.raises(Slow, match=r"^engine-1: not announced within placement\.wait_seconds = 0\.3"):
+        await scaled(crew, 2, late="engine-1")
+    assert crew.there == ["engine-0", "engine-1"]
 
 
 async def test_wishes_are_numbered_and_the_last_of_each_role_counts(redis: Client, keys: Keys):

@@ -13,7 +13,7 @@ from deploy.checks import check_carrier
 from deploy.config import UpConfig
 from deploy.up import server_device as module
 from deploy.up.plan import plan
-from deploy.up.server_device import server_device
+from deploy.up.server_device import server_device, shared_gpu
 from deploy.up.supervisor import Child, Role
 from protocol.config import validate
 from protocol.errors import ConfigError
@@ -41,6 +41,7 @@ def config(transport: str, trainer: str, **engine: object) -> UpConfig:
         ("nccl", "cuda:3", {**SGLANG, "gpu": 0, "count": 2}, "cuda:3"),
         ("nccl", "cuda:0", SGLANG, "cuda:1"),
         ("nccl", "cuda:0", {**SGLANG, "count": 2, "tp": 2}, "cuda:4"),
+        ("nccl", "cuda:0", {**SGLANG, "count": 2, "tp": 2, "args": ["--pp-size", "2"]}, "cuda:8"),
         ("nccl", "cpu", {**SGLANG, "gpu": 1, "count": 2}, "cuda:0"),
         ("nccl", "cpu", {**SGLANG, "count": 1, "evals": 2}, "cuda:3"),
         ("nccl", "cpu", {**SGLANG, "device": "cpu"}, "cuda:0"),
@@ -69,3 +70,11 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_starts(monkeypatch: pyt
 
 def test_the_examples_hold():
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "shared"),
+    [("cuda:0", SGLANG, True), ("cuda:3", {**SGLANG, "count": 2, "tp": 2}, True), ("cuda:1", SGLANG, False), ("cpu", SGLANG, False), ("cuda:0", {}, False)],
+)
+def test_a_gpu_that_trainer_and_engines_share_is_told(trainer: str, engine: dict[str, object], shared: bool):
+    assert bool(shared_gpu(config("store", trainer, **engine))) is shared

@@ -25,16 +25,21 @@ from deploy.checks import check_carrier, check_weights
 from deploy.cli import main
 from deploy.config import UpConfig, check_ports, listen
 from deploy.demo import tokenizer
+from deploy.ray.crew import Crew
 from deploy.redis_server import ServerCommand, answers, redis_server, server_command
 from deploy.snapshot import PictureSource
+from deploy.stop_times import stop_seconds_of
 from deploy.up import main as up_main
 from deploy.up.main import UpOptions, up
 from deploy.up.plan import plan
 from deploy.up.process import ChildProcess, identity_of
 from deploy.up.records import Record, read_records, write_records
 from deploy.up.resources import sessions
-from deploy.up.supervisor import Child, Policy, Role
+from deploy.up.supervisor import Child, Role
+from producer.engine import host
 from producer.engine.sglang.engine import _GRACE_S
+from producer.ray_actor import Settings
+from producer.ray_fleet import Left
 from protocol.config import RunConfig, load
 from protocol.connection import Client, connect
 from protocol.daemon import SUPERVISED
@@ -434,18 +439,34 @@ def test_a_run_that_was_stopped_says_at_which_step_and_how_it_goes_on(tmp_path: 
     assert "--resume" not in up_main._last_word(config, options, cut_short=False)
 
 
-def test_a_trainer_is_given_the_time_that_its_own_deadlines_add_up_to(tmp_path: Path):
-    config = load(UpConfig, str(write_config(tmp_path, weights="apply_deadline_s = 1000.0")))
-    given = up_main.policy_for(config).stop_s
-    assert given[Role.TRAINER] > stop_seconds(config.weights) > 1000.0
-    assert given[Role.PRODUCER] == Policy().stop_s[Role.PRODUCER]
+@pytest.mark.parametrize(
+    ("settings", "role", "least"),
+    [
+        ({"weights.apply_deadline_s": 1000.0}, Role.TRAINER, stop_seconds(WeightsConfig(apply_deadline_s=1000.0))),
+        ({"producer.drain_seconds": 60.0}, Role.PRODUCER, 60.0 + 5.0),
+        ({"producer.drain_seconds": 0.0}, Role.PRODUCER, 10.0),
+        ({"engine.kind": "sglang"}, Role.ENGINE, host._FINISH_S + 2 * host._LEAVE_S + _GRACE_S),
+        ({"engine.kind": "embedded"}, Role.ENGINE, host._FINISH_S + 2 * host._LEAVE_S),
+    ],
+)
+def test_whoever_is_stopped_is_given_the_time_that_its_own_deadlines_add_up_to(tmp_path: Path, settings: dict[str, object], role: Role, least: float):
+    config = load(UpConfig, str(write_config(tmp_path)), sets=[f"{key}={value}" for key, value in settings.items()])
+    assert least < stop_seconds_of(config, role) < least + 60.0
+    assert up_main.policy_for(config).stop_s[role] == stop_seconds_of(config, role)
 
 
-def test_an_engine_host_is_given_the_time_that_its_server_needs_to_end(tmp_path: Path):
-    path = str(write_config(tmp_path))
-    embedded, sglang = (up_main.policy_for(load(UpConfig, path, sets=[f"engine.kind={kind}"])).stop_s[Role.ENGINE] for kind in ("embedded", "sglang"))
-    assert embedded == Policy().stop_s[Role.ENGINE]
-    assert sglang - embedded > _GRACE_S
+async def test_on_ray_as_on_one_machine(tmp_path: Path):
+    class Stopped:
+        async def stop(self, name: str, *, within_s: float) -> Left:
+            given[name] = within_s
+            return Left(name=name)
+
+    given: dict[str, float] = {}
+    config = load(UpConfig, str(write_config(tmp_path)), sets=["producer.drain_seconds=60.0", "engine.kind=sglang"])
+    crew = Crew(config, Settings(run="r", text=""), Stopped(), dealt={"engine-0": (0,)})
+    for role in (Role.TRAINER, Role.PRODUCER, Role.ENGINE):
+        await crew.stop(f"{role}-0")
+    assert given == {f"{role}-0": stop_seconds_of(config, role) for role in (Role.TRAINER, Role.PRODUCER, Role.ENGINE)}
 
 
 def test_children_know_that_their_redis_is_right(tmp_path: Path):

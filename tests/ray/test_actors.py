@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ import pytest
 
 from deploy.ray.placement_group import look, new_group, remove, seat
 from producer.ray_actor import Settings, namespace
-from producer.ray_fleet import Fleet, connected
+from producer.ray_fleet import Fleet, RayUnavailable, connected, produce_on_ray
 from protocol.errors import ConfigError
 from tests.ray.bodies import Blocking, Brief, Failing, Hopeless, Refusing, Stubborn, Wide
 from tests.ray.conftest import Simulated
@@ -44,7 +45,7 @@ async def test_an_actor_answers_while_its_body_blocks_and_is_stopped_all_the_sam
     first = await fleet.about("producer-0", timeout_s=10.0)
     await fleet.start(Blocking, "producer-0", Settings(run=RUN, text=""), cpus=0.1)
     assert (await fleet.about("producer-0", timeout_s=10.0)).pid == first.pid, "there is one of each name"
-    assert (await fleet.stop("producer-0")).code == 0
+    assert (await fleet.stop("producer-0", within_s=20.0)).code == 0
     assert (await followed) is None or (await followed).code == 0
     assert await fleet.names() == []
 
@@ -64,7 +65,7 @@ async def test_a_body_that_always_fails_is_given_up_and_its_reason_outlives_its_
     await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
     about = await fleet.ended("engine-2")
     assert (about.code, about.failures, about.gave_up, about.message) == (1, 2, True, "no such device")
-    await fleet.stop("engine-2")
+    await fleet.stop("engine-2", within_s=20.0)
     await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
     assert (await fleet.about("engine-2", timeout_s=60.0)).failures <= 1, "one that is started afresh has no past"
 
@@ -112,11 +113,21 @@ async def test_what_a_person_must_mend_is_not_tried_again(fleet: Fleet):
 
 
 async def test_an_actor_without_room_is_named_within_the_bound(fleet: Fleet):
-    from producer.ray_fleet import RayUnavailable
-
     await fleet.start(Blocking, "producer-9", Settings(run=RUN, text=""), cpus=1000)
     with pytest.raises(RayUnavailable, match=r"producer-9: not started within 1 s; the cluster has 1 nodes with 0 GPUs and 8 CPUs"):
         await fleet.wait_started(["producer-9"], within_s=1.0)
+
+
+async def test_producers_without_room_are_not_left_behind(cluster: Simulated, tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\nname = "{RUN}-alone"\n[redis]\nurl = "redis://127.0.0.77:1"\n[model]\npath = "m"\n[data]\npath = "d"\n[producer]\ncount = 2\n'
+        f'[placement]\nwait_seconds = 1.0\n[ray]\naddress = "{cluster.address}"\nproducer_cpus = 1000.0\n'
+    )
+    options = argparse.Namespace(config=str(file), set=[], index=None, ray=None)
+    for _ in range(2):
+        with pytest.raises(RayUnavailable, match=r"producer-0, producer-1: not started within 1 s"):
+            await produce_on_ray(options, asyncio.Event())
 
 
 async def test_an_engine_of_several_gpus_sees_those_of_its_bundles_and_no_others(cluster: Simulated, fleet: Fleet):
@@ -128,7 +139,7 @@ async def test_an_engine_of_several_gpus_sees_those_of_its_bundles_and_no_others
         await fleet.start(Wide, "engine-5", Settings(run=RUN, text=""), cpus=0.5, gpus=0.9, where=seat(group, two[0]), bundles=two)
         await run_until(fleet, "engine-5", ",".join(where[index] for index in two))
         assert sorted(where.values()) == ["0", "1", "2"]
-        assert (await fleet.stop("engine-5")).code == 0
+        assert (await fleet.stop("engine-5", within_s=20.0)).code == 0
     finally:
         remove(group)
 

@@ -88,6 +88,24 @@ async def test_a_run_goes_on_without_its_command_is_scaled_and_is_found_again(ru
 
 
 @pytest.mark.timeout(300)
+async def test_a_colocated_run_takes_turns_on_one_bundle_to_its_end(run: Run):
+    run.sections["placement"]["layout"] = "colocated"
+    run.sections["buffer"]["pipeline_depth"] = 0
+    run.sections["engine"] |= {"count": 1, "pace_s": 0.0}
+    run.sections["producer"]["count"] = 1
+    run.sections["stop"]["steps"] = 3
+    async with run.fleet() as fleet:
+        await run.up("--new")
+        await run.trained(1)
+        trainer, engine = [await fleet.about(name, timeout_s=20.0) for name in ("trainer-0", "engine-0")]
+        assert trainer.node == engine.node
+        await run.done("up")
+        assert await fleet.names() == []
+    summary = read_summary(run.folder / "run")
+    assert (summary["steps"], summary["groups_lost"], summary["groups_duplicated"]) == (3, 0, 0)
+
+
+@pytest.mark.timeout(300)
 async def test_a_cluster_that_is_too_small_is_told_within_the_bound_and_nothing_stays_reserved(run: Run):
     run.sections["engine"]["count"] = 5
     run.sections["placement"]["wait_seconds"] = 3.0

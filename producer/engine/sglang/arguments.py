@@ -37,6 +37,8 @@ _REFUSED = {
     "--node-rank": "use engine.nodes, and start the others by `rollstream engine --node-rank K`",
     "--dist-init-addr": "use engine.nodes; the host chooses the place to meet, at engine.host, anew for each start",
     "--nccl-init-addr": "use engine.nodes; the host chooses the place to meet, at engine.host, anew for each start",
+    "--base-gpu-id": "use engine.gpu, from which engines lie side by side",
+    "--gpu-id-step": "engines lie side by side from engine.gpu; choose and order GPUs by CUDA_VISIBLE_DEVICES",
     "--device": "use engine.device, which decides the other arguments too",
     "--config": "a file of arguments could hold any of those that are refused; write them into engine.args",
     "--skip-tokenizer-init": "answers would have no text, which rewards judge",
@@ -52,11 +54,9 @@ _ALLOWED = {
     "--tokenizer-worker-num": ("1", "each of its processes names a version of the weights of its own, and an update reaches one of them (seen with 0.5.17)"),
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
-_REPLICAS = ("--dp-size", "--data-parallel-size", "--dp")
-_STAGES = ("--pp-size", "--pipeline-parallel-size", "--pp")
-_BASE_GPU = "--base-gpu-id"
-_OTHER_GPUS = frozenset({"--gpu-id-step", *_REPLICAS, *_STAGES})
-"""With these it has more GPUs, or others, than engine.tp from the first on."""
+_REPLICAS = ("--dp-size", "--data-parallel-size")
+_REPLICAS_WITHIN = ("--enable-dp-attention",)
+_STAGES = ("--pp-size", "--pipeline-parallel-size")
 _FP8, _RELOADABLE = ("--quantization", "fp8"), ("--load-format", "flash_rl")
 
 
@@ -90,7 +90,8 @@ def server_arguments(
     return (
         str(LAUNCH),
         *("--model-path", model, "--host", settings.host, "--port", str(place.port)),
-        *(() if _replicas_apart(settings) else ("--nccl-port", str(place.rendezvous_port))),
+        # Replicas are process groups of their own, and each would want the one port: SGLang chooses theirs then.
+        *(() if _replicas(settings) > 1 else ("--nccl-port", str(place.rendezvous_port))),
         *("--weight-version", f"boot:{place.boot_nonce}", "--random-seed", str(place.seed % (1 << 31))),
         *("--tp-size", str(settings.tp), "--max-running-requests", str(slots), "--max-queued-requests", str(settings.max_queued), *dtype),
         *(_for_nodes(settings, place) if settings.nodes > 1 else ()),
@@ -124,34 +125,75 @@ def _for_cpu(settings: EngineConfig, longest: int, context: int) -> Iterator[str
     )
 
 
-def _replicas_apart(settings: EngineConfig) -> bool:
-    """Replicas without data-parallel attention are process groups of their own, and each would want the one port: SGLang chooses theirs then."""
-    given = dict(_named(settings.args))
-    return any(given.get(flag, "1") != "1" for flag in _REPLICAS) and "--enable-dp-attention" not in given
-
-
 def _for_nodes(settings: EngineConfig, place: Place) -> Iterator[str]:
     yield from ("--nnodes", str(settings.nodes), "--node-rank", str(place.node_rank), "--dist-init-addr", place.meeting)
 
 
 def _for_cuda(settings: EngineConfig, place: Place) -> Iterator[str]:
-    yield from (_BASE_GPU, str(settings.gpu + place.index * settings.tp // settings.nodes))
+    yield from ("--base-gpu-id", str(settings.gpu + place.index * gpus_here(settings)))
     if settings.max_length:
         yield from ("--context-length", str(settings.max_length))
 
 
+def gpus_of_engine(settings: EngineConfig) -> int:
+    """GPUs of one engine: engine.tp in each stage (`--pp-size`) of each replica (`--dp-size`, unless replicas share out the attention alone).
+
+    0 where the engine has none. Raises: `ConfigError` for a size that is no number.
+    """
+    if settings.kind != "sglang" or settings.device != "cuda":
+        return 0
+    return settings.tp * _size(settings.args, _STAGES) * _replicas(settings)
+
+
+def gpus_here(settings: EngineConfig) -> int:
+    """Those of them on each of its machines."""
+    return gpus_of_engine(settings) // settings.nodes
+
+
 def gpus_of(settings: EngineConfig, index: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What the GPUs of engine `index` are called (`weightsync.gpus`), as it is started with this environment; empty: that cannot be told."""
-    given = dict(_named(settings.args))
-    first = given.get(_BASE_GPU) or str(settings.gpu + index * settings.tp)
-    if settings.kind != "sglang" or settings.device != "cuda" or _OTHER_GPUS & given.keys() or not first.isdecimal():
-        return ()
-    names = tuple(name_of(gpu, environment) for gpu in range(int(first), int(first) + settings.tp))
+    """What the GPUs of engine `index` on this machine are called (`weightsync.gpus`), as it is started with this environment; empty: that cannot be told."""
+    size = gpus_here(settings)
+    first = settings.gpu + index * size
+    names = tuple(name_of(gpu, environment) for gpu in range(first, first + size))
     return names if all(names) else ()
+
+
+def check_context(settings: EngineConfig, *, longest: int, context: int) -> None:
+    """Whether a server has room for the longest request: what goes beyond it is refused, or cut, again and again, so that the run would learn from short
+    responses alone. `context`: of the model, 0 if unknown.
+
+    Raises: `ConfigError` naming what is too small.
+    """
+    wanted = f"tokens, and the longest request that [rollout] and [eval] allow has {longest}"
+    lower = "or lower rollout.max_prompt_tokens or max_new_tokens"
+    if context and context < longest + 1:
+        raise ConfigError(f"model.path: the model's max_position_embeddings is {context} {wanted}, and one more is kept free: use another model, {lower}")
+    given = next(reversed(_given(settings.args, ("--context-length",))), None) or ""
+    for key, length in (("engine.max_length", settings.max_length), ("engine.args --context-length", int(given) if given.isdigit() else 0)):
+        if length and length < longest + _SPARE:
+            raise ConfigError(f"{key} {length} {wanted}, and {_SPARE} more are kept free: raise it, leave it out, {lower}")
+
+
+def _replicas(settings: EngineConfig) -> int:
+    """With GPUs of their own."""
+    return 1 if _given(settings.args, _REPLICAS_WITHIN) else _size(settings.args, _REPLICAS)
+
+
+def _size(args: Sequence[str], flags: Sequence[str]) -> int:
+    value = next(reversed(_given(args, flags)), "1")
+    if value is None or not value.isdigit() or not int(value):
+        raise ConfigError(f"engine.args has {flags[0]} {value or ''}".rstrip() + ": give a whole number above 0")
+    return int(value)
+
+
+def _given(args: Sequence[str], flags: Sequence[str]) -> list[str | None]:
+    """What follows each of these flags, which argparse takes by their beginnings too."""
+    return [value for name, value in _named(args) if any(flag == name or (len(name) > len("--x") and flag.startswith(name)) for flag in flags)]
 
 
 def check_arguments(settings: EngineConfig) -> None:
     """Raises: `ConfigError` naming the argument and why it cannot be."""
+    gpus_of_engine(settings)
     named = list(_named(settings.args))
     for name, _ in named:
         refused = next((flag for flag in _REFUSED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)

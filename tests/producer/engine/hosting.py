@@ -54,6 +54,7 @@ class Run:
             "weights": {"store": str(folder / "store")},
             "engine": {"slots": 4},
             "eval": {},
+            "producer": {},
         }
         self.keys, self.waker, self.folder, self.client = keys, waker, folder, client
         self.ledger, self.registry, self.channel = RedisLedger(client, keys), Registry(client, keys), Channel(client, keys)

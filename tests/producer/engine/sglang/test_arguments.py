@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from producer.engine.config import EngineConfig
-from producer.engine.sglang.arguments import LAUNCH, Place, gpus_of, server_arguments
+from producer.engine.kinds import make_kind
+from producer.engine.sglang.arguments import LAUNCH, Place, check_context, gpus_of, server_arguments
+from producer.engine.sglang.context import known_context
 from protocol.errors import ConfigError
+from weightsync.config import WeightsConfig
 from weightsync.gpus import VISIBLE
 from weightsync.lora import LoraConfig
 
@@ -41,6 +46,8 @@ def test_base_weights_are_named_after_the_boot_and_ports_are_those_that_are_held
 
 def test_each_engine_of_a_machine_has_gpus_of_its_own():
     assert arguments(tp=4, gpu=1)["--base-gpu-id"] == "9"
+    assert arguments(tp=2, args=("--pp-size", "2", "--data-parallel-size=3"))["--base-gpu-id"] == "24"
+    assert arguments(tp=2, args=("--dp-s", "2", "--enable-dp-attention"))["--base-gpu-id"] == "4", "replicas that share out the attention alone"
     assert "--device" not in arguments()
     assert "--base-gpu-id" not in arguments(device="cpu")
 
@@ -50,9 +57,9 @@ def test_each_engine_of_a_machine_has_gpus_of_its_own():
     [
         ({"tp": 2, "gpu": 1}, None, ("5", "6")),
         ({"tp": 2}, "7,6,5,4,3,2", ("3", "2")),
-        ({"args": ("--base-gpu-id", "0")}, "GPU-aa", ("GPU-aa",)),  # as on Ray, where it sees its own alone
+        ({"gpu": 1}, "GPU-a,GPU-b,GPU-c,GPU-d", ("GPU-d",)),
         ({"tp": 2}, "0,1,2", ()),
-        ({"args": ("--dp-size=2",)}, None, ()),
+        ({"args": ("--dp-size=2",)}, None, ("4", "5")),
         ({"device": "cpu"}, None, ()),
         ({"kind": "embedded"}, None, ()),
     ],
@@ -95,6 +102,9 @@ def test_the_users_arguments_come_last_and_so_win():
         (("--api-key", "k"), "ROLLSTREAM_ENGINE_KEY"),
         (("--admin_api_key", "k"), "ROLLSTREAM_ENGINE_ADMIN_KEY"),
         (("--tp", "2"), r"use engine\.tp"),
+        (("--base-gpu-id", "1"), r"use engine\.gpu"),
+        (("--gpu-id-step", "2"), "CUDA_VISIBLE_DEVICES"),
+        (("--pp-size", "two"), "--pp-size two: give a whole number"),
         (("--config", "f.yaml"), "a file of arguments"),
         (("--skip-tokenizer-init",), "no text"),
         (("--disaggregation-mode", "prefill"), "--disaggregation-mode prefill: neither half"),
@@ -163,3 +173,42 @@ def test_a_run_whose_versions_are_adapters_starts_servers_that_take_them():
     assert f"{flags} --lora-backend torch_native" in on_cpu, "the others are kernels for GPUs"
     assert "--lora-backend" not in on_gpu
     assert "--enable-lora" not in started("cuda", lora.model_copy(update={"publish": "merged"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "context", "told"),
+    [
+        ({}, 0, ""),
+        ({}, 25, ""),
+        ({}, 24, r"model\.path: the model's max_position_embeddings is 24 tokens, and the longest request .* has 24, and one more"),
+        ({"max_length": 32}, 0, ""),
+        ({"max_length": 31}, 64, r"engine\.max_length 31 tokens"),
+        ({"args": ("--context-length", "31")}, 64, r"engine\.args --context-length 31 tokens"),
+        ({"args": ("--context-length=32",)}, 64, ""),
+    ],
+)
+def test_a_server_without_room_for_the_longest_request_is_refused(settings: dict[str, object], context: int, told: str):
+    engine = EngineConfig(kind="sglang", **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=told) if told else contextlib.nullcontext():
+        check_context(engine, longest=24, context=context)
+
+
+@pytest.mark.parametrize(
+    ("file", "context"),
+    [
+        ('{"max_position_embeddings": 64}', 64),
+        ('{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}', 0),
+        ('{"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}', 64),
+        ('{"model_type": "qwen3"}', 0),
+        ("[]", 0),
+    ],
+)
+def test_the_room_is_the_models_where_its_file_says_so(tmp_path: Path, file: str, context: int):
+    (tmp_path / "config.json").write_text(file)
+    assert known_context(str(tmp_path)) == context
+
+
+def test_a_host_refuses_a_model_that_is_too_short_for_the_run(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    with pytest.raises(ConfigError, match=r"max_position_embeddings is 64 tokens, and the longest request .* has 1024"):
+        make_kind(EngineConfig(kind="sglang"), WeightsConfig(), index=0, model=str(tmp_path), longest=1024, seed=lambda _: 0, log=tmp_path / "sglang.log")
