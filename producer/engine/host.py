@@ -136,7 +136,7 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
 class _Fault:
     """How a life ended that nobody had asked to end."""
 
-    problem: EngineFault | BaseExceptionGroup[EngineFault | ConfigError]
+    problem: EngineFault | BaseExceptionGroup[RollstreamError]
     was_ready: bool
 
 
@@ -194,7 +194,7 @@ async def _life(
         return _Fault(_only(faults), host is not None and host.was_ready)
 
 
-_Ends: TypeAlias = BaseExceptionGroup[EngineFault | ConfigError]
+_Ends: TypeAlias = BaseExceptionGroup[RollstreamError]
 
 
 def _only(group: _Ends) -> EngineFault | _Ends:
