@@ -23,7 +23,6 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import aiohttp
 import xxhash
@@ -133,7 +132,7 @@ async def run_host(config: EngineHostConfig, index: int, stop: asyncio.Event) ->
 class _Fault:
     """How a life ended that nobody had asked to end."""
 
-    problem: EngineFault | BaseExceptionGroup[EngineFault | ConfigError]
+    problem: EngineFault | BaseExceptionGroup[RollstreamError]
     was_ready: bool
 
 
@@ -191,10 +190,7 @@ async def _life(
         return _Fault(_only(faults), host is not None and host.was_ready)
 
 
-_Ends: TypeAlias = BaseExceptionGroup[EngineFault | ConfigError]
-
-
-def _only(group: _Ends) -> EngineFault | _Ends:
+def _only(group: BaseExceptionGroup[RollstreamError]) -> EngineFault | BaseExceptionGroup[RollstreamError]:
     """What it says, if it is one alone."""
     inner: BaseException = group
     while isinstance(inner, BaseExceptionGroup) and len(inner.exceptions) == 1:
