@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.resource_tracker
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +12,7 @@ import torch
 
 from consumer.gather import Derived, whole
 from consumer.snapshot_buffers import SnapshotBuffers
-
-multiprocessing.resource_tracker.ensure_running()  # it keeps a pipe open as long as this process lives
+from tests.ranked import answers_of
 
 
 def test_plain_tensors_come_as_they_are_in_order_and_in_buckets():
@@ -124,16 +121,6 @@ def _sharded(rank: int, rendezvous: str) -> str:
 
 @pytest.mark.timeout(120)
 def test_a_sharded_model_is_copied_and_known_as_if_it_were_whole(tmp_path: Path):
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    members = [context.Process(target=_member, args=(rank, str(tmp_path / "rendezvous"), answers)) for rank in (0, 1)]
-    for member in members:
-        member.start()
-    found = dict(answers.get(timeout=100) for _ in members)
-    for member in members:
-        member.join(20)
-        member.close()
-    answers.close()
-    answers.join_thread()
+    found = answers_of(_member, str(tmp_path / "rendezvous"), timeout_s=100)
     assert found[0] == found[1]
     assert len(found[0]) == 32, found[0]

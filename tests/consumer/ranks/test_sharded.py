@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.resource_tracker
 import os
 import traceback
 from collections.abc import Callable
@@ -26,9 +24,9 @@ from consumer.torch_backend import TorchBackend
 from protocol.config import validate
 from protocol.errors import ConfigError
 from protocol.versions import Fork, Lineage
+from tests.ranked import answers_of
 from weightsync.snapshot import TensorBytes
 
-multiprocessing.resource_tracker.ensure_running()  # it keeps a pipe open as long as this process lives
 RANKS = 2
 STEPS = 3
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 2, "micro_batch_tokens": 64}
@@ -242,19 +240,9 @@ def groups(sampler: Any) -> list[Any]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, model_path: Path, untied_model_path: Path, groups: list[Any]) -> tuple[Any, Any]:
     """What ranks 0 and 1 found."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
     folders = {True: model_path, False: untied_model_path}
     rendezvous = str(tmp_path_factory.mktemp("ranks") / "rendezvous")
-    members = [context.Process(target=member, args=(rank, rendezvous, folders, groups, answers)) for rank in range(RANKS)]
-    for one in members:
-        one.start()
-    found = dict(answers.get(timeout=280) for _ in members)
-    for one in members:
-        one.join(20)
-        one.close()
-    answers.close()
-    answers.join_thread()
+    found = answers_of(member, rendezvous, folders, groups, ranks=RANKS, timeout_s=560)
     for rank in range(RANKS):
         assert isinstance(found[rank], dict), found[rank]
     return found[0], found[1]
@@ -285,7 +273,7 @@ def assert_near(found: Any, expected: Any, *, weights: float, figures: float) ->
             np.testing.assert_allclose(np.frombuffer(tensors[name][2], np.float32), np.frombuffer(data, np.float32), rtol=1e-3, atol=weights, err_msg=name)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["plain", "untied", "offloaded", "packed"])
 def test_two_ranks_train_as_one_does_step_by_step(pair: tuple[Any, Any], one_rank: Callable[..., Any], name: str):
     """float32: they differ by the order of sums. A step moves a weight by up to 1e-2."""
@@ -293,7 +281,7 @@ def test_two_ranks_train_as_one_does_step_by_step(pair: tuple[Any, Any], one_ran
     assert_near(pair[0][name], expected(range(1, STEPS + 1)), weights=5e-6, figures=1e-5)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_one_rank_keeps_its_weights_in_host_memory_and_trains_as_without(pair: tuple[Any, Any], one_rank: Callable[..., Any]):
     _, expected = one_rank("offloaded")
     assert_near(pair[0]["alone"], expected(range(1, STEPS + 1)), weights=5e-6, figures=1e-5)
@@ -306,7 +294,7 @@ def test_shards_do_not_take_turns_on_a_device(model_path: Path):
         ShardedBackend(model_path, TrainerConfig(cpu_offload=True), loss=LossConfig(), temperature=1.0, seed=1, shared=True)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ranks_cut_packed_rows_as_often_as_each_other_and_trim_nothing(pair: tuple[Any, Any], groups: list[Any]):
     cuts = [found["cut"] for found in pair]
     for chunk, *shares in zip(chunks_of(groups, 1), *cuts, strict=True):
@@ -316,7 +304,7 @@ def test_ranks_cut_packed_rows_as_often_as_each_other_and_trim_nothing(pair: tup
     assert any(count > 1 for count, _ in cuts[0])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_bfloat16_is_near(pair: tuple[Any, Any], one_rank: Callable[..., Any]):
     """Weights are rounded to bfloat16 before they are used, and activations between layers, where one rank rounds only what goes into a product."""
     _, expected = one_rank("half")
@@ -324,7 +312,7 @@ def test_bfloat16_is_near(pair: tuple[Any, Any], one_rank: Callable[..., Any]):
     np.testing.assert_allclose(reports[0][:2], expected_reports[0][:2], rtol=0.1, atol=0.02)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_ranks_report_the_same_step_and_whole_weights_are_on_rank_0_alone(pair: tuple[Any, Any]):
     first, second = pair
     for name in CASES:
@@ -333,7 +321,7 @@ def test_all_ranks_report_the_same_step_and_whole_weights_are_on_rank_0_alone(pa
         assert len(set(first[name][1])) == STEPS, "every step has other weights"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_checkpoint_of_two_ranks_resumes_on_two_to_the_bit_and_on_one(pair: tuple[Any, Any], one_rank: Callable[..., Any]):
     assert pair[0]["restored"] == pair[0]["straight on"]
     assert pair[0]["from one rank's"][2] == pair[0]["plain"][2]
@@ -344,7 +332,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_two_to_the_bit_and_on_one(pair: tu
     assert_near(on(range(STEPS + 1, STEPS + 2)), pair[0]["straight on"], weights=5e-6, figures=1e-5)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_ranks_train_a_critic_as_one_does_and_resume_to_the_bit(pair: tuple[Any, Any], model_path: Path, groups: list[Any]):
     policy = TorchBackend(model_path, TrainerConfig(**SETTINGS), loss=LossConfig(), temperature=1.0, seed=3)
     backend = with_critic(policy, model_path, sharded=False)
@@ -355,7 +343,7 @@ def test_two_ranks_train_a_critic_as_one_does_and_resume_to_the_bit(pair: tuple[
     assert pair[0]["critic restored"] == pair[0]["critic straight on"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("advantage", ["gae", "reinforce_pp_tokens"])
 def test_two_ranks_penalise_the_reward_as_one_does(pair: tuple[Any, Any], model_path: Path, groups: list[Any], advantage: str):
     backend = penalised(TorchBackend, model_path, advantage, sharded=False)
@@ -365,7 +353,7 @@ def test_two_ranks_penalise_the_reward_as_one_does(pair: tuple[Any, Any], model_
     assert pair[0][advantage][0] == pair[1][advantage][0]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_state_is_handed_over_whole(pair: tuple[Any, Any]):
     assert pair[1]["handed over"] == pair[0]["handed over"] == ([], [], pair[0]["plain"][2])
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
-import multiprocessing.resource_tracker
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +17,9 @@ from consumer.config import TrainerConfig
 from consumer.lora_backend import LoraBackend
 from consumer.losses import LossConfig
 from tests.consumer.ranks.test_sharded import RANKS, SETTINGS, STEPS, Trained, assert_near, plain, state_of, through_files, train
+from tests.ranked import answers_of
 from weightsync.lora import LoraConfig
 
-multiprocessing.resource_tracker.ensure_running()  # it keeps a pipe open as long as this process lives
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # [lora], [trainer], [loss]; of a rank of 3 the ranks have two rows and one, of a rank of 1 one has none
     "merged": ({"rank": 3}, {"activation_checkpointing": True}, {"kl_coef": 0.1}),
@@ -100,24 +98,14 @@ def alone(model_path: Path, groups: list[Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, model_path: Path, groups: list[Any], alone: dict[str, Any]) -> tuple[Any, Any]:
     """What ranks 0 and 1 found."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
     rendezvous = str(tmp_path_factory.mktemp("ranks") / "rendezvous")
-    members = [context.Process(target=member, args=(rank, rendezvous, model_path, groups, alone, answers)) for rank in range(RANKS)]
-    for one in members:
-        one.start()
-    found = dict(answers.get(timeout=200) for _ in members)
-    for one in members:
-        one.join(20)
-        one.close()
-    answers.close()
-    answers.join_thread()
+    found = answers_of(member, rendezvous, model_path, groups, alone, ranks=RANKS, timeout_s=560)
     for rank in range(RANKS):
         assert isinstance(found[rank], dict), found[rank]
     return found[0], found[1]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXACT)
 def test_two_ranks_train_an_adapter_as_one_does_step_by_step(pair: tuple[Any, Any], alone: dict[str, Any], name: str):
     """Losses, adapter and moments. float32: they differ by the order of sums. A step moves a weight by up to 1e-2."""
@@ -130,14 +118,14 @@ def test_two_ranks_train_an_adapter_as_one_does_step_by_step(pair: tuple[Any, An
     assert len(set(pair[0][name][1])) == STEPS, "every step publishes other weights"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_bfloat16_is_near_in_the_first_step(pair: tuple[Any, Any], alone: dict[str, Any]):
     """Then what rounding has changed is rounded again."""
     np.testing.assert_allclose(pair[0]["half"][0][0][:2], alone["half"][0][0][:2], rtol=0.1, atol=0.02)
     assert {dtype for dtype, *_ in pair[0]["half"][2][0].values()} == {"F32"}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_on_two_and_publishes_the_same_bits(pair: tuple[Any, Any], model_path: Path, groups: list[Any], name: str):
     assert pair[0][name, "restored"] == pair[0][name, "straight on"]
@@ -149,7 +137,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_on_two_and_publishes_the_s
         assert_near(after, pair[0][name, "straight on"], weights=5e-6, figures=1e-5)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_of_one_rank_goes_on_on_two_and_publishes_the_same_bits(pair: tuple[Any, Any], alone: dict[str, Any], name: str):
     digest, states = pair[0][name, "one rank's"]
