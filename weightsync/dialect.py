@@ -12,6 +12,9 @@ from typing import Any, Literal, TypeAlias
 
 _SPANS_SINCE = (0, 5, 19)
 _SESSIONS_SINCE = (0, 5, 21)
+_WHOLE_SINCE = (0, 5, 23)
+_ENDED_BY_UPDATES = {"speculative_algorithm": "NGRAM", "load_format": "flash_rl"}
+"""Seen with 0.5.17 on a GPU: with the first, an update from files ends the server; with the second, one by any way does. 0.5.23 has other code for both."""
 EMBEDDED = "embedded"
 PauseMode: TypeAlias = Literal["in_place", "retract", "abort"]
 
@@ -67,6 +70,19 @@ def dialect(about: Mapping[str, Any], *, sessions: bool | None = None, spans: bo
         replicas=_count(about.get("dp_size")),
         stages=_count(about.get("pp_size")),
     )
+
+
+def ended_by_updates(about: Mapping[str, Any]) -> str | None:
+    """From `/server_info`: why no version can be brought to it, however it is brought.
+
+    >>> ended_by_updates({"version": "0.5.17", "speculative_algorithm": "NGRAM"})
+    'runs SGLang 0.5.17 with speculative_algorithm NGRAM, and its first update would end it: take 0.5.23 or newer, or leave that out'
+    """
+    version = str(about.get("version") or "")
+    for name, value in _ENDED_BY_UPDATES.items():
+        if about.get(name) == value and () < _number(version) < _WHOLE_SINCE:
+            return f"runs SGLang {version} with {name} {value}, and its first update would end it: take 0.5.23 or newer, or leave that out"
+    return None
 
 
 def _count(value: object) -> int:

@@ -23,7 +23,7 @@ from producer.engine.key import ADMIN_VARIABLE, VARIABLE
 from producer.engine.sglang.figures import capacity
 from producer.engine.sglang.watch import Watch
 from protocol.errors import ApplyFailed, ConfigError, DecodeError, EngineUnavailable
-from weightsync.dialect import EMBEDDED
+from weightsync.dialect import EMBEDDED, ended_by_updates
 from weightsync.lora import LoraConfig
 
 _NO_LORA = LoraConfig()
@@ -106,6 +106,8 @@ class ExternalLife:
         if about.get("is_generation") is False:
             return "is no engine that generates"
         if why := difference(ours, _told(about)):
+            return why
+        if why := ended_by_updates(settings):
             return why
         if self._lora.adapters and (why := without_adapters(self._lora, settings)) is not None:
             return why

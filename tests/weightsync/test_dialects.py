@@ -15,7 +15,7 @@ from protocol.versions import Version
 from tests.weightsync.recorded_sglang import FLUSH_REFUSED, RecordedSGLang
 from weightsync.buckets import Bucket
 from weightsync.control import EngineControl
-from weightsync.dialect import Dialect, dialect
+from weightsync.dialect import Dialect, dialect, ended_by_updates
 
 OLD, NEW = "0.5.17", "0.5.23"
 BUCKET = Bucket(names=("w",), dtypes=("float32",), shapes=((2,),), offsets=(0,), nbytes=8, digest="d")
@@ -362,3 +362,12 @@ async def test_the_reconciler_tells_how_far_spans_lag(rig: Any):
             await rig.publish(1, 1)
             assert (await rig.serves("e0", "1:1")).version == Version(1, 1)
             assert reconciler.span_lag == 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("speculative_algorithm", "NGRAM"), ("load_format", "flash_rl")])
+def test_a_server_that_an_update_would_end_is_known_before_the_first(name: str, value: str):
+    why = ended_by_updates({"version": OLD, name: value})
+    assert why is not None
+    assert value in why
+    assert ended_by_updates({"version": NEW, name: value}) is None
+    assert ended_by_updates({"version": OLD, "speculative_algorithm": None, "load_format": "auto"}) is None

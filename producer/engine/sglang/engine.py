@@ -17,7 +17,7 @@ import xxhash
 
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
-from producer.engine.hosted import EngineFault, Figures, Meeting
+from producer.engine.hosted import EngineFault, Figures, Meeting, Misfit
 from producer.engine.key import admin_key, engine_key
 from producer.engine.sglang.arguments import Place, check_arguments, server_arguments
 from producer.engine.sglang.child import Child
@@ -25,6 +25,7 @@ from producer.engine.sglang.figures import capacity
 from producer.engine.sglang.ports import held_port
 from producer.engine.sglang.watch import Watch
 from protocol.errors import ApplyFailed, ConfigError, DecodeError, EngineUnavailable
+from weightsync.dialect import ended_by_updates
 from weightsync.lora import LoraConfig
 
 _NO_LORA = LoraConfig()
@@ -190,8 +191,11 @@ class ServerLife:
                 served = await control.weight_version(deadline_s=_ASK_S)
                 if served != f"boot:{self._nonce}":
                     raise EngineFault(f"{self.url} is another server's: it serves {served!r}")
+                about = await control.server_info(deadline_s=_ASK_S)
+                if why := ended_by_updates(about):
+                    raise Misfit(f"{self.url} {why}; nothing is loaded or generated there")
                 await control.probe(deadline_s=self._settings.start_seconds)
-                return capacity(await control.server_info(deadline_s=_ASK_S)) or self._settings.slots
+                return capacity(about) or self._settings.slots
             except _REFUSALS:
                 await asyncio.sleep(_KNOCK_S)
 
