@@ -111,6 +111,18 @@ async def test_a_host_has_its_engine_behind_the_router_while_that_is_routable(ru
         assert stood.workers == {}
 
 
+_REAL = """
+import argparse
+from sglang_router.router import Router
+from sglang_router.router_args import RouterArgs
+
+parser = argparse.ArgumentParser()
+RouterArgs.add_cli_args(parser)
+Router.from_args(RouterArgs.from_cli_args(parser.parse_args())).start()
+"""
+"""Its own launcher imports SGLang too, and with it torchvision, which loads in our launcher alone where there is no GPU."""
+
+
 @pytest.mark.sglang
 async def test_the_real_router_sends_requests_to_engines_that_began_after_it_and_to_none_that_left(
     run: Run, session: aiohttp.ClientSession, model_b: Path, tmp_path: Path
@@ -119,7 +131,7 @@ async def test_the_real_router_sends_requests_to_engines_that_began_after_it_and
     url = f"http://127.0.0.1:{port}"
     words = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(figures), "--disable-retries", "--policy", "round_robin")
     with (tmp_path / "router.log").open("wb") as log, subprocess.Popen(
-        (interpreter(), "-m", "sglang_router.launch_router", *words), stdout=log, stderr=log
+        (interpreter(), "-c", _REAL, *words), stdout=log, stderr=log
     ) as router:  # fmt: skip
         try:
             first, second = asyncio.Event(), asyncio.Event()
