@@ -358,7 +358,7 @@ class TrainingLoop:
     # -- in the worker's thread ------------------------------------------------------------------------------------------------------------------
 
     def _accumulate(self, held: Sequence[_Taken]) -> list[ChunkFigures]:
-        """Chunks whose rollouts are compared with each other. Their figures stay; the payloads go, so that a step never holds more than two chunks of them."""
+        """Chunks whose rollouts are compared with each other. Their figures stay and the payloads go, but where a whole step is compared."""
         taken = [(one.chunk, one.groups) for one in held]
         collated = self._parts.crew.collate([chunk for chunk, _ in taken], lambda: self._collate(taken))
         for one in collated:

@@ -102,6 +102,8 @@ class LoraBackend(TorchBackend):
             raise OtherModel(f"the checkpoint's adapter has rank {rank}, lora.rank says {self._lora.rank}: correct lora.rank")
         if theirs.scaling != ours.scaling:
             raise OtherModel(f"the checkpoint's adapter is scaled by {theirs.scaling:g}, lora.alpha and lora.rank say {ours.scaling:g}: correct lora.alpha")
+        if theirs.dtype != ours.dtype:
+            raise OtherModel(f"the checkpoint's adapter was trained over weights in {theirs.dtype}, lora.base_dtype says {ours.dtype}: correct lora.base_dtype")
         super()._check(state)
 
 

@@ -42,6 +42,8 @@ class Talk:
         self._done: dict[int, asyncio.Future[Answer]] = {rank: loop.create_future() for rank in ranks}
         self._values: dict[int, asyncio.Queue[int]] = {rank: asyncio.Queue() for rank in ranks}
         """Bounded by 1: no rank says a second value before it has heard of the first."""
+        self._agreeing: set[int] = set()
+        """Ranks that have said a value, and wait for those of the others."""
         self._heard = dict.fromkeys(ranks, loop.time())
         """When each last said something of this, or was told what all had to agree on."""
 
@@ -49,6 +51,7 @@ class Talk:
         """`buffer.client.Agree`: as often as every other rank calls its own."""
         values = [revision, *[await queue.get() for queue in self._values.values()]]
         lowest, highest = min(values), max(values)
+        self._agreeing.clear()
         self._hub.tell(Command(number=self._number, call=Call.AGREED, lowest=lowest, highest=highest))
         self._heard = dict.fromkeys(self._heard, asyncio.get_running_loop().time())
         return lowest, highest
@@ -65,7 +68,7 @@ class Talk:
         """Return once a rank that has to say something has said nothing for so long: which. One that waits to hear what all agree on has said its value."""
         loop = asyncio.get_running_loop()
         while True:
-            owing = {rank: heard for rank, heard in self._heard.items() if not self._done[rank].done() and self._values[rank].empty()}
+            owing = {rank: heard for rank, heard in self._heard.items() if not self._done[rank].done() and rank not in self._agreeing}
             first = min(owing, key=lambda rank: owing[rank], default=None)
             until = loop.time() if first is None else owing[first]
             if first is not None and loop.time() >= until + seconds:
@@ -80,6 +83,7 @@ class Talk:
         if answer.kind is Kind.DONE:
             future.set_result(answer)
         elif answer.kind is Kind.AGREE:
+            self._agreeing.add(rank)
             self._values[rank].put_nowait(answer.revision)
         elif answer.kind is Kind.REFUSED:
             future.set_exception(_REFUSALS.get(answer.error, RollstreamError)(f"rank {rank}: {answer.words}"))

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from dataclasses import replace
 
 from buffer.contract import RunState
@@ -37,7 +38,8 @@ _DRAINED_S = 2.0
 _SAY_S = 3.0
 _LOOK_S = 0.25
 _STOPPED = "its host was stopped"
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
+_NOWHERE = ("127.", "localhost:", "[::1]:", "0.0.0.0:", "[::]:")
+"""An address that begins so leads another machine to itself."""
 
 
 async def run_node(config: EngineHostConfig, index: int, rank: int, stop: asyncio.Event) -> None:
@@ -65,7 +67,15 @@ class _Node:
         self._config, self._kind, self._waker = config, kind, waker
         self._calls, self._statuses, self._ledger = calls(client, keys), statuses(client, keys), RedisLedger(client, keys)
         self._status = NodeStatus(
-            engine_id=engine_id(config.run, index), rank=rank, boot_nonce="", ended="", look="", seen="", host=socket.gethostname(), pid=os.getpid()
+            engine_id=engine_id(config.run, index),
+            rank=rank,
+            boot_nonce="",
+            ended="",
+            look="",
+            seen="",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=uuid.uuid4().hex[:16],
         )
         self._run_was_open = False
 
@@ -102,8 +112,9 @@ class _Node:
 
     async def _goes_on(self, call: NodeCall) -> bool:
         """Whether node 0 still calls for this life; it is told that this node is there."""
-        end = time.monotonic() + _GONE_S
+        end = 0.0
         while (found := await self._call()) is None:
+            end = end or time.monotonic() + _GONE_S  # from the first answer: how long Redis was away says nothing of node 0
             if time.monotonic() > end:
                 _LOG.info("node 0 of %s is gone", self._status.engine_id)
                 return False
@@ -152,9 +163,9 @@ class _Node:
             )
         if call.host == self._status.host:
             return
-        if call.address.startswith(_LOOPBACK):
+        if call.address.startswith(_NOWHERE):
             raise ConfigError(
-                f"node 0 of {call.engine_id} is to be met at {call.address}, which is {call.host}'s alone: set engine.host there to an address that this "
+                f"node 0 of {call.engine_id} is to be met at {call.address}, where no other machine finds it: set engine.host there to an address that this "
                 "machine reaches"
             )
         kept = {"weights.store": weights.store}

@@ -69,6 +69,8 @@ class NodeStatus:
     """`mark` of it; empty: it is not there."""
     host: str
     pid: int
+    started: str
+    """Another one for each start of the host, which host and pid need not be."""
 
 
 def calls(client: Client, keys: Keys) -> Presence[NodeCall]:
@@ -98,7 +100,7 @@ class RollCall:
     """Of one life: pure.
 
     >>> roll = RollCall(nodes=2, boot_nonce="b")
-    >>> status = NodeStatus(engine_id=EngineId("e"), rank=1, boot_nonce="b", ended="", look="", seen="", host="h", pid=1)
+    >>> status = NodeStatus(engine_id=EngineId("e"), rank=1, boot_nonce="b", ended="", look="", seen="", host="h", pid=1, started="s")
     >>> roll.seen([], now=0.0), roll.missing, roll.seen([status], now=1.0), roll.missing
     ('', [1], '', [])
     >>> roll.seen([], now=2.0), roll.seen([], now=4.1)
@@ -107,7 +109,8 @@ class RollCall:
 
     def __init__(self, *, nodes: int, boot_nonce: str, lost_s: float = LOST_S) -> None:
         self._ranks, self._boot_nonce, self._lost_s = range(1, nodes), boot_nonce, lost_s
-        self._there: dict[int, tuple[float, str]] = {}
+        self._there: dict[int, tuple[float, NodeStatus]] = {}
+        self._looked = float("inf")
 
     @property
     def missing(self) -> list[int]:
@@ -115,16 +118,22 @@ class RollCall:
         return [rank for rank in self._ranks if rank not in self._there]
 
     def seen(self, statuses: Iterable[NodeStatus], *, now: float) -> str:
-        """Why this life is over; empty: it is not."""
+        """Why this life is over; empty: it is not. Time in which nobody could look, as Redis was away, counts for no node's silence."""
+        blind_s, self._looked = max(0.0, now - self._looked), now
+        if blind_s > self._lost_s:
+            self._there = {rank: (now, status) for rank, (_, status) in self._there.items()}
         for status in statuses:
             if status.boot_nonce != self._boot_nonce or status.rank not in self._ranks:
                 continue
             if status.ended:
                 return f"node {status.rank} (on {status.host}): {status.ended}"
-            self._there[status.rank] = (now, status.host)
-        for rank, (last, host) in self._there.items():
+            _, before = self._there.get(status.rank, (now, status))
+            if before.started != status.started:
+                return f"node {status.rank} (on {status.host}) was started again"
+            self._there[status.rank] = (now, status)
+        for rank, (last, status) in self._there.items():
             if now - last > self._lost_s:
-                return f"node {rank} (on {host}) has not been heard of"
+                return f"node {rank} (on {status.host}) has not been heard of"
         return ""
 
 

@@ -178,6 +178,7 @@ def test_a_checkpoint_of_other_weights_scaling_or_kind_is_refused(make_lora: Mak
         (make_lora(untied_model_path), "correct it"),
         (make_lora(alpha=5.0), "scaled by 3, lora.alpha and lora.rank say 1.25"),
         (make_lora(target_modules=["q_proj"]), "another model"),
+        (make_lora(base_dtype="bfloat16"), "over weights in float32, lora.base_dtype says bfloat16"),
     ):
         with pytest.raises(RollstreamError, match=message):
             wrong.restore(state)

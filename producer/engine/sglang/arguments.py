@@ -204,8 +204,7 @@ def check_arguments(settings: EngineConfig) -> None:
         if bound is not None and value != _ALLOWED[bound][0]:
             raise ConfigError(f"engine.args has {name} {value or ''}".rstrip() + f": {_ALLOWED[bound][1]}")
     given = dict(named)
-    stages = next((value for flag in _STAGES if (value := given.get(flag) or "").isdigit()), "1")
-    if settings.tp * int(stages) % settings.nodes:
+    if settings.tp * _size(settings.args, _STAGES) % settings.nodes:
         raise ConfigError(f"engine.tp {settings.tp} over engine.nodes {settings.nodes}: each node must have as many of its GPUs; make tp a multiple of nodes")
     if given.get(_FP8[0]) == _FP8[1] and given.get(_RELOADABLE[0]) != _RELOADABLE[1]:
         raise ConfigError(

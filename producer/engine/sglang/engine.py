@@ -21,6 +21,7 @@ from producer.engine.hosted import EngineFault, Figures, Meeting, Misfit
 from producer.engine.key import admin_key, engine_key
 from producer.engine.sglang.arguments import Place, check_arguments, server_arguments
 from producer.engine.sglang.child import Child
+from producer.engine.sglang.context import known_context
 from producer.engine.sglang.figures import capacity
 from producer.engine.sglang.ports import held_port
 from producer.engine.sglang.watch import Watch
@@ -134,7 +135,7 @@ class SGLangServer:
 
     def _arguments(self, settings: EngineConfig, place: Place, *, model: str) -> tuple[str, ...]:
         return server_arguments(
-            settings, place, model=model, longest=self._longest, context=_context(self._model), shares_device=self._shares_device, lora=self._lora
+            settings, place, model=model, longest=self._longest, context=known_context(self._model), shares_device=self._shares_device, lora=self._lora
         )
 
 
@@ -268,9 +269,3 @@ def _config(model: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _context(model: str) -> int:
-    """Tokens the model was made for; 0 if its config.json does not say."""
-    value = _config(model).get("max_position_embeddings")
-    return value if type(value) is int else 0

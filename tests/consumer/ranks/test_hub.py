@@ -143,6 +143,18 @@ async def test_a_rank_that_hangs_with_its_connection_open_is_lost_and_one_that_w
                 await talk.done()
 
 
+async def test_a_rank_whose_value_was_taken_waits_for_the_others_and_is_not_the_one_that_hangs():
+    async with three() as (hub, one, _), hub.talk(Call.FETCH) as talk:
+        agreed = asyncio.create_task(talk.agree(1))
+        await answer(one, kind=Kind.AGREE, revision=1)
+        while 1 not in talk._agreeing or not talk._values[1].empty():
+            await asyncio.sleep(0.01)
+        now = asyncio.get_running_loop().time()
+        talk._heard = {1: now - 100.0, 2: now - 50.0}
+        assert await talk.silent(10.0) == 2
+        agreed.cancel()
+
+
 async def test_what_the_ledger_refused_a_rank_is_no_end_of_it():
     async with three() as (hub, one, two):
         asked = asyncio.create_task(hub.ask(Call.FETCH))

@@ -68,7 +68,7 @@ def test_the_worked_example_holds():
 
 
 def status(**changes: Any) -> NodeStatus:
-    plain = NodeStatus(engine_id=ENGINE, rank=1, boot_nonce="b", ended="", look="", seen="", host="h", pid=1)
+    plain = NodeStatus(engine_id=ENGINE, rank=1, boot_nonce="b", ended="", look="", seen="", host="h", pid=1, started="s")
     return replace(plain, **changes)
 
 
@@ -77,6 +77,20 @@ def test_a_life_is_over_with_the_server_of_any_node_and_not_for_one_of_an_earlie
     assert roll.seen([status(boot_nonce="before", ended="killed"), status(rank=7, ended="killed")], now=0.0) == ""
     assert roll.missing == [1, 2]
     assert roll.seen([status(), status(rank=2, ended="SGLang ended")], now=1.0) == "node 2 (on h): SGLang ended"
+
+
+def test_a_life_is_over_with_a_host_that_was_started_again_however_quickly():
+    roll = RollCall(nodes=2, boot_nonce="b")
+    assert [roll.seen([status()], now=now) for now in (0.0, 1.0)] == ["", ""]
+    assert roll.seen([status(started="t")], now=2.0) == "node 1 (on h) was started again"
+
+
+def test_time_in_which_nobody_could_look_is_no_nodes_silence():
+    roll = RollCall(nodes=2, boot_nonce="b")
+    assert roll.seen([status()], now=0.0) == ""
+    assert roll.seen([], now=15.0) == "", "Redis was away until now"
+    assert roll.seen([], now=17.0) == ""
+    assert roll.seen([], now=18.1) == "node 1 (on h) has not been heard of"
 
 
 def test_what_nodes_see_differs_by_names_and_sizes(tmp_path: Path):
@@ -202,7 +216,8 @@ async def test_a_version_is_not_loaded_before_every_node_sees_its_files(run: Run
     ("changes", "message"),
     [
         ({"alike": "other"}, "another .engine., model or length of requests"),
-        ({"host": "elsewhere"}, r"to be met at 127\.0\.0\.1:9, which is elsewhere's alone: set engine\.host"),
+        ({"host": "elsewhere", "address": "0.0.0.0:9"}, r"to be met at 0\.0\.0\.0:9, where no other machine finds it"),
+        ({"host": "elsewhere"}, r"to be met at 127\.0\.0\.1:9, where no other machine finds it: set engine\.host"),
         ({"host": "elsewhere", "address": "10.0.0.9:9"}, r"weights\.store is empty"),
     ],
 )
