@@ -59,25 +59,25 @@ sglang-cpu: $(SGLANG)/installed  ## SGLang for machines without a GPU, in .venv-
 test: $(VENV)/installed-dev  ## the whole test suite
 	$(MAKE) --jobs 2 --output-sync=target $(addprefix lane-,$(LANES))
 
-lane-unit: $(VENV)/installed-dev  # 9 minutes
+lane-unit: $(VENV)/installed-dev  # 10 minutes
 	$(BIN)/pytest -q -m 'not redis and not cluster and not demo and not faults and not ray and not sglang'
 
 lane-redis: $(VENV)/installed-dev  # 7 minutes
 	$(BIN)/pytest -q -m 'redis and not cluster and not demo and not faults and not ray and not sglang'
 
-lane-cluster: $(VENV)/installed-dev  # 3 minutes
+lane-cluster: $(VENV)/installed-dev  # 1 minute
 	$(BIN)/pytest -q -m 'cluster and not demo and not faults and not ray and not sglang'
 
-lane-demo: $(VENV)/installed-dev  # 6 minutes
+lane-demo: $(VENV)/installed-dev  # 8 minutes
 	$(BIN)/pytest -q -m 'demo and not faults and not ray and not sglang'
 
-lane-faults: $(VENV)/installed-dev  # 12 minutes
+lane-faults: $(VENV)/installed-dev  # 17 minutes
 	$(BIN)/pytest -q -m 'faults and not ray and not sglang'
 
-lane-ray: $(VENV)/installed-dev  # 7 minutes
+lane-ray: $(VENV)/installed-dev  # 9 minutes
 	$(BIN)/pytest -q -m 'ray and not sglang'
 
-lane-sglang: $(VENV)/installed-dev sglang-cpu  # 12 minutes, after two to four for the first installation
+lane-sglang: $(VENV)/installed-dev sglang-cpu  # 19 minutes, after two to four for the first installation
 	$(BIN)/pytest -q -m sglang
 
 test-sglang: $(VENV)/installed-dev sglang-cpu  ## the contract of engines, checked on real SGLang (and on the embedded engine by `make test`)

@@ -31,6 +31,7 @@ from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus
 from protocol.versions import Version
 from protocol.wakeups import wakeups
+from tests.contract.served import interpreter
 from tests.producer.engine.conftest import write_model
 from tests.producer.test_eval_fleet import ROWS, Run
 from weightsync.config import store_folder
@@ -103,6 +104,25 @@ def test_a_checkpoint_is_evaluated_with_no_redis_no_trainer_and_no_producer(
     assert [line["line"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert sum(len(line["output_ids"]) for line in lines) == result["tokens"]
     assert sum(line["exact"] for line in lines) / 6 == pytest.approx(result["exact"])
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(300)
+def test_a_checkpoint_is_evaluated_by_a_server_of_sglang(tmp_path: Path, models: list[Path], capsys: pytest.CaptureFixture[str], quiet: None):
+    path = write_config(tmp_path, models[0], engine={"kind": "sglang", "device": "cpu", "python": interpreter(), "slots": 4})
+    save_checkpoint(load(EvaluateConfig, path), models[1], 30)
+    responses = tmp_path / "responses.jsonl"
+    assert main(["eval", "-c", str(path), "--checkpoint", "30", "--responses", str(responses)]) == 0, capsys.readouterr().err
+    (result,) = orjson.loads((tmp_path / "run" / "evals" / "checkpoint-1-30.json").read_bytes())["results"]
+    assert (result["version"], result["pinned"], result["samples"], result["failed"]) == ("1:30", True, 6, 0)
+    by_server = [orjson.loads(line)["output_ids"] for line in responses.read_bytes().splitlines()]
+
+    embedded = tmp_path / "embedded"
+    embedded.mkdir()
+    path = write_config(embedded, models[0])
+    save_checkpoint(load(EvaluateConfig, path), models[1], 30)
+    assert main(["eval", "-c", str(path), "--checkpoint", "30", "--responses", str(responses)]) == 0
+    assert by_server == [orjson.loads(line)["output_ids"] for line in responses.read_bytes().splitlines()], "greedy, and the checkpoint's weights in both"
 
 
 def test_without_a_checkpoint_it_is_the_model_as_it_is_and_every_set_has_a_row(
