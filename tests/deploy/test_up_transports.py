@@ -107,7 +107,11 @@ def test_every_version_reaches_both_engines_by_the_transport_of_the_run(tmp_path
     assert summary["staleness"]["max"] <= most
     events = asyncio.run(read_audit(tmp_path / "run" / "audit.jsonl"))
     published = [event.fields["version"] for event in events if event.op == "published"]
-    assert published == [f"1:{n}" for n in range(STEPS + 1)]
+    versions = [f"1:{n}" for n in range(STEPS + 1)]
+    assert published == [version for version in versions if version in published]
+    assert (published[0], published[-1]) == (versions[0], versions[-1])
+    if most == 0:
+        assert published == versions, "one that a newer overtakes may be passed over (rule W2); on-policy steps wait for theirs"
     applied: dict[str, list[str]] = defaultdict(list)
     for event in events:
         if event.op == "applied":
@@ -118,7 +122,7 @@ def test_every_version_reaches_both_engines_by_the_transport_of_the_run(tmp_path
     brought = set().union(*applied.values())
     assert brought <= set(published)
     if most == 0:
-        assert brought == set(published), "an engine may pass over one that is not the newest any more (rule W2); on-policy steps wait for theirs"
+        assert brought == set(published), "so may an engine"
     kinds = [event.fields["kind"] for event in events if event.op == "published"]
     assert kinds[0] == "full"
     assert ("delta" in kinds) == (weights["transport"] == "delta")
