@@ -101,6 +101,8 @@ class TorchBackend:
             fused=True,
         )
         self._reference: Any = self._load_reference(model_path) if loss.loads_reference else None
+        self._taken: int | None = 0
+        """None: as the optimizer says, which is asked once: on a GPU training would wait for its answer."""
         self._measured: Measured | None = None
         """Of the step so far."""
         self._share_prompts = not self._packed and self._sharing_is_exact()
@@ -129,6 +131,7 @@ class TorchBackend:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        self._taken = self.taken + 1
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the step is over here, not where the weights are first needed
         self.abandon_step()
@@ -137,8 +140,10 @@ class TorchBackend:
     @property
     def taken(self) -> int:
         """Optimizer steps so far, checkpoints included: a run's steps need not begin with this optimizer, and may leave the weights as they are."""
-        state = next(iter(self._optimizer.state.values()), None)
-        return int(state["step"]) if state else 0
+        if self._taken is None:
+            state = next(iter(self._optimizer.state.values()), None)
+            self._taken = int(state["step"]) if state else 0
+        return self._taken
 
     def abandon_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -317,6 +322,7 @@ class TorchBackend:
         for name, tensor in self._kept.items():
             tensor.copy_(copy_in(state.weights[name]))
         self._optimizer.state.clear()
+        self._taken = None
         for name, parameter in self._parameters.items():
             if f"step.{name}" in state.optimizer:
                 moments = {moment: copy_in(state.optimizer[f"{moment}.{name}"]).to(self._device) for moment in MOMENTS}

@@ -52,12 +52,6 @@ class ValueBackend(TorchBackend):
     def device(self) -> torch.device:
         return self._device
 
-    @property
-    def taken(self) -> int:
-        """Optimizer steps so far, checkpoints included."""
-        state = self._optimizer.state.get(self._parameters["head.weight"], {})
-        return int(state["step"]) if state else 0
-
     # -- what the policy's backend does otherwise ------------------------------------------------------------------------------------------------
 
     def _load(self, path: Path) -> Any:

@@ -166,6 +166,7 @@ class ShardedBackend(TorchBackend):
         for name, tensor in self._kept.items():
             _fill(tensor, state.weights, name)
         self._optimizer.state.clear()
+        self._taken = None
         for name, parameter in self._parameters.items():
             if f"step.{name}" in state.optimizer:
                 moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS if moment != "step"}
