@@ -172,11 +172,12 @@ class Pair:
         return tuple(map(int, seqs))
 
     async def reassert(self) -> None:
-        """What a trainer does whose ledger has forgotten (rule R1)."""
+        """What a trainer does whose ledger has forgotten (rule R1). Engines say again that they are there, which may be forgotten too."""
         covered = self.checkpoints[0].step if len(self.checkpoints) > 1 else 0
         steps = [self.past[step] if step > covered else replace(self.past[step], chunks=()) for step in sorted(self.trained)]
         history = History(incarnations={self.incarnation: (0, 0, self.incarnation_id)}, checkpoints=self.checkpoints, steps=tuple(steps))
         await self.ledger.reassert(self.incarnation, self.incarnation_id, history)
+        await self.serve()
         self.regressions += 1
 
     # both ---------------------------------------------------------------------------------------------------------------------
