@@ -132,7 +132,7 @@ async def run_trainer(
     about = None if new_as is None else RecordingAbout(run=config.run.name, identity=new_as, settings=config.buffer)
     await asyncio.to_thread(claim_storage, storage, about)
     wish = hearing(signal.SIGUSR1, Sentinel(config.checkpoint_folder).ask)
-    async with Worker() as worker, _ranks(config, place, worker, start_others) as ranks:
+    async with Worker(on_cpu=config.trainer.device == "cpu") as worker, _ranks(config, place, worker, start_others) as ranks:
         back = None if from_step is None else _Back(step=from_step, abandon=abandon)
         backend = await _backend(config, ranks, worker)
         if ranks is not None:

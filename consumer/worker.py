@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from protocol.priority import give_way
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -19,8 +21,9 @@ class Worker:
     A cancelled call still runs to its end in the thread; leaving the context waits for it.
     """
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer-model")
+    def __init__(self, *, on_cpu: bool = False) -> None:
+        """`on_cpu`: what it calls computes on the CPU, where others are to be answered meanwhile."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer-model", initializer=give_way if on_cpu else None)
         self.busy_s = 0.0
         """Seconds spent in calls."""
 

@@ -272,7 +272,7 @@ async def follow(config: TrainerDaemonConfig, place: Place) -> None:
     client, keys = connect(config.redis.url, deadline_s=config.redis.deadline_s), Keys(config.run.name)
     try:
         await check_server(client, url=config.redis.url)
-        async with Worker() as worker, wakeups(client, keys) as waker:
+        async with Worker(on_cpu=config.trainer.device == "cpu") as worker, wakeups(client, keys) as waker:
             store = await worker.call(process_group.open_store, place)
             async with line_to_rank_0(place, store) as (line, token):
                 follower = Follower(

@@ -37,6 +37,7 @@ from producer.engine.embedded.model import SlotModel
 from producer.engine.embedded.request import Request
 from producer.engine.embedded.text import whole_text
 from producer.engine.hosted import EngineFault
+from protocol.priority import give_way
 
 _NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or finish them, then call /flush_cache."
@@ -215,6 +216,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            give_way()
             while self._read_inbox():
                 self._update_if_possible()
                 if not self.paused and self._due():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -99,3 +102,10 @@ async def test_a_salt_of_the_cache_is_accepted_and_there_is_no_cache(engine: Emb
         assert (status, answer["meta_info"]["cached_tokens"]) == (200, 0)
     _, server = await get(session, engine, "/server_info")
     assert (server["disable_radix_cache"], server["disable_overlap_schedule"]) == (True, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+async def test_who_answers_runs_before_who_decodes(engine: EmbeddedEngine):
+    decoding = engine._worker._thread.native_id
+    assert decoding is not None
+    assert os.getpriority(os.PRIO_PROCESS, decoding) > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
