@@ -7,7 +7,7 @@ import sys
 import threading
 
 _NICE = 5
-"""Enough that whoever answers runs at once, and little enough that what it waits for, such as the interpreter's lock, is not held by a thread that never runs."""
+"""Enough that whoever answers runs at once. Not more: what it waits for, the lock of the interpreter, is held by the thread that gives way, which must run too."""
 
 
 def give_way() -> None:
