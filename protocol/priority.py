@@ -7,7 +7,7 @@ import sys
 import threading
 
 _NICE = 5
-"""Enough that whoever answers runs at once. Not more: what it waits for, the lock of the interpreter, is held by the thread that gives way, which must run too."""
+"""Enough that whoever answers runs at once. Not more: the interpreter's lock, which it needs as well, may be held by the thread that gives way."""
 
 
 def give_way() -> None:
