@@ -27,7 +27,7 @@ async def reward(sample: RewardSample) -> float:
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("publish", "kind", "transport", "ranks"), [("adapter", "adapter", "adapter", 1), ("adapter", "adapter", "adapter", 2), ("merged", "full", "store", 2)]
 )

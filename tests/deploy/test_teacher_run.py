@@ -77,7 +77,7 @@ def exact_divergence(policy: Any, teacher: Any, scored: Scored) -> float:
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 async def test_a_live_teachers_logprobs_reach_the_loss_and_the_policy_comes_nearer_to_it(tmp_path: Path):
     path = write_run(tmp_path, {}, {"pipeline_depth": 0.0})
     text = path.read_text().replace("steps = 6", f"steps = {STEPS}").replace("lr = 0.001", 'lr = 0.01\nwarmup_steps = 0\nadvantage = "none"')

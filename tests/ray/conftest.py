@@ -74,11 +74,11 @@ def redis_url() -> Iterator[str]:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         url = f"redis://{_REDIS_HOST}:{port}"
         try:
-            asyncio.run(wait_ready(url))
+            asyncio.run(wait_ready(url, timeout_s=60.0))
             yield url
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
 
 
 class Simulated:
