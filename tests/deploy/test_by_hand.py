@@ -138,7 +138,7 @@ async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_
             await hands.start(f"producer-{index}", PRODUCER)
         await until(waker, hands, has_trained)
 
-        # So short a run would be over before a third producer has come: the trainer is held until it is here.
+        # So short a run would be over before a third producer has come: the trainer is held until it is here, and then the others until it has worked.
         trainer.send_signal(signal.SIGSTOP)
         before = {one.producer_id for one in await producers.members()}
         assert len(before) == 2
@@ -151,8 +151,13 @@ async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_
             return any(one.groups_put > 0 for one in await producers.members() if one.producer_id not in before)
 
         await until(waker, hands, has_come)
+        others = [hands.open[f"producer-{index}"] for index in (0, 1)]
+        for one in others:
+            one.send_signal(signal.SIGSTOP)
         trainer.send_signal(signal.SIGCONT)
         await until(waker, hands, has_worked)
+        for one in others:
+            one.send_signal(signal.SIGCONT)
         third.terminate()
         await hands.ended("producer-2")
         assert {one.producer_id for one in await producers.members()} <= before, "it has signed off"

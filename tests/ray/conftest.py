@@ -136,7 +136,7 @@ class Run:
             "checkpoint": {"every_steps": 4, "every_seconds": 0.0},
             "stop": {"steps": 30},
             "http": {"port": 0},
-            "placement": {"engine_gpus": 1, "gpus_per_node": 2, "wait_seconds": 60.0},
+            "placement": {"engine_gpus": 1, "gpus_per_node": 2, "wait_seconds": 300.0},
             "ray": {"address": address, "producer_cpus": 0.5, "engine_cpus": 0.5, "trainer_cpus": 0.5},
         }
 
