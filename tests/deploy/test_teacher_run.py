@@ -102,4 +102,4 @@ async def test_a_live_teachers_logprobs_reach_the_loss_and_the_policy_comes_near
     assert steps[0]["loss"] == pytest.approx(sampled_divergence(start, teacher, first), abs=1e-3)
     assert steps[0]["loss"] > 0.5
     assert exact_divergence(trained, teacher, scored) < 0.8 * exact_divergence(start, teacher, scored)
-    assert sum(step["loss"] for step in steps[-3:]) < 0.8 * sum(step["loss"] for step in steps[:3])
+    assert sum(step["loss"] for step in steps[-6:]) / 6 < 0.8 * sum(step["loss"] for step in steps[:3]) / 3

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,10 +87,19 @@ class Simulated:
     """Nodes with addresses of their own, as drivers join the node of their machine: that is the first one, which has no GPU and stays."""
 
     def __init__(self) -> None:
+        from ray._private import node
         from ray.cluster_utils import Cluster
 
+        node.time = SimpleNamespace(monotonic=lambda: time.monotonic() / 10, time=time.time, sleep=time.sleep)
+
+        class Patient(Cluster):  # type: ignore[misc]
+            """Ray gives a node half a minute to start and as long to appear, and has no setting for either."""
+
+            def _wait_for_node(self, node: Any, timeout: float = 300.0) -> None:
+                super()._wait_for_node(node, timeout)
+
         self._hosts = (f"127.0.0.{number}" for number in range(2, 255))
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 0, "_system_config": _SOON, **_NODE})
+        self._cluster = Patient(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 0, "_system_config": _SOON, **_NODE})
         self.address: str = self._cluster.address
 
     def add(self, *, gpus: int) -> None:

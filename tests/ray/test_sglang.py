@@ -19,7 +19,7 @@ from tests.contract.conftest import write_model
 from tests.contract.served import interpreter
 from tests.ray.conftest import Run, Simulated, has_moved
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")
