@@ -121,6 +121,7 @@ async def test_what_a_replica_confirmed_survives_and_a_cut_off_one_confirms_noth
     master, replica = await master_and_replica(mortal)
     with_a_replica = Durability(pair.client, pair.keys, await check_server(pair.client, url=mortal.url), replicas=1)
     alone = Durability(pair.client, pair.keys, await check_server(pair.client, url=mortal.url))
+    monkeypatch.setattr(durability, "_WAIT_S", 15.0)
     await pair.train_until(STEPS)
     assert await with_a_replica("a step")
     await cut_off(master)
