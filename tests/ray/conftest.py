@@ -228,7 +228,7 @@ class Run:
 
 async def has_moved(fleet: Fleet, name: str, away_from: str) -> bool:
     """The processes of a node that was killed answer until they notice."""
-    about = await fleet.about(name, timeout_s=90.0)
+    about = await fleet.about(name, timeout_s=600.0)
     assert about is not None, f"{name} was not started anew"
     assert about.moved or about.node == away_from
     return about.node != away_from
