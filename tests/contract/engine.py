@@ -18,7 +18,7 @@ from .served import Setup
 PROMPT = [20, 30, 40, 50]
 LONG = 1900
 """Tokens of a request that is still decoding when something happens to it: all that fit."""
-SOON = 600
+SOON = 400
 """Tokens of one that is waited for, and is not over before something happens to it."""
 PATIENCE_S = 120.0
 

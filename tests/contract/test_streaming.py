@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .engine import LONG, PROMPT, SOON, Engine, asking
+from .engine import LONG, PROMPT, Engine, asking
 
 GREEDY = {"temperature": 0.0}
 TIMES = ("_ts", "_time", "latency", "throughput", "cached_tokens", "id", "_wait")
@@ -27,7 +27,7 @@ async def test_the_last_event_is_what_would_have_been_answered_whole(engine: Eng
 
 
 async def test_each_event_has_all_so_far_and_only_the_last_one_ends_it(engine: Engine):
-    events = await engine.events(asking(SOON, sampling=GREEDY, logprob_start_len=0, return_prompt_token_ids=True))
+    events = await engine.events(asking(200, sampling=GREEDY, logprob_start_len=0, return_prompt_token_ids=True))
     final, middle = events[-1], events[:-1]
     assert len(middle) > 5
     before = 0
@@ -42,8 +42,8 @@ async def test_each_event_has_all_so_far_and_only_the_last_one_ends_it(engine: E
         assert (meta["finish_reason"], meta["completion_tokens"], meta["output_token_logprobs_length"]) == (None, before, before)
         assert (meta["weight_version"], "weight_versions" in meta) == ("1:0", False)
         assert (meta["prompt_tokens"], event["prompt_token_ids"]) == (len(PROMPT), PROMPT)
-    assert final["meta_info"]["finish_reason"] == {"type": "length", "length": SOON}
-    assert final["meta_info"]["weight_versions"] == [{"version": "1:0", "start": 0, "end": SOON}]
+    assert final["meta_info"]["finish_reason"] == {"type": "length", "length": 200}
+    assert final["meta_info"]["weight_versions"] == [{"version": "1:0", "start": 0, "end": 200}]
 
 
 async def test_no_event_shows_half_a_character(engine: Engine):

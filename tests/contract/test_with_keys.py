@@ -75,8 +75,8 @@ async def test_the_projects_own_clients_bear_the_right_ones(engine: Engine, mode
 
 
 async def test_events_bring_what_is_new_and_add_up_to_the_whole(engine: Engine):
-    whole = await engine.generate(asking(SOON, sampling={"temperature": 0.0}))
-    body = asking(SOON, sampling={"temperature": 0.0}, logprob_start_len=0, top_logprobs_num=1, return_prompt_token_ids=True)
+    whole = await engine.generate(asking(200, sampling={"temperature": 0.0}))
+    body = asking(200, sampling={"temperature": 0.0}, logprob_start_len=0, top_logprobs_num=1, return_prompt_token_ids=True)
     events = await engine.events(body)
     final = events[-1]["meta_info"]
     assert len(events) > 5
@@ -92,7 +92,7 @@ async def test_events_bring_what_is_new_and_add_up_to_the_whole(engine: Engine):
         assert event["meta_info"]["input_token_logprobs"] == final["input_token_logprobs"]
         assert event["prompt_token_ids"] == PROMPT
         assert ("weight_versions" in event["meta_info"]) == (event is events[-1])
-    assert final["weight_versions"] == [{"version": "1:0", "start": 0, "end": SOON}]
+    assert final["weight_versions"] == [{"version": "1:0", "start": 0, "end": 200}]
 
 
 async def test_a_stop_string_is_held_back_here_too(engine: Engine):
