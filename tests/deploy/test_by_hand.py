@@ -25,6 +25,7 @@ from protocol.messages import ProducerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Topic, Wakeups, wakeups
 from weightsync.config import WeightsConfig, store_folder
+from weightsync.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -126,6 +127,7 @@ async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_
         seen_through(url, keys) as (client, waker),
     ):
         ledger, producers = RedisLedger(client, keys), Presence(client, keys, "producer", ProducerStatus)
+        engines = Registry(client, keys)
 
         async def has_trained() -> bool:
             with contextlib.suppress(RunMissing):
@@ -145,7 +147,7 @@ async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_
         third = await hands.start("producer-2", PRODUCER)
 
         async def has_come() -> bool:
-            return len(await producers.members()) == 3
+            return len(await producers.members()) == 3 and len(await engines.engines()) == 2
 
         async def has_worked() -> bool:
             return any(one.groups_put > 0 for one in await producers.members() if one.producer_id not in before)
