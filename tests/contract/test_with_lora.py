@@ -33,7 +33,7 @@ from .spans import FAR, logged
 RUN = prefix_of("contract")
 TOLERANCE = 2e-4
 TOKENS = 24
-BUSY = {"sglang": 90, "embedded": 900}
+BUSY = {"sglang": 90, "embedded": 500}
 """Tokens of a request that is under way while something happens: real servers write some ten a second with adapters on a CPU, the embedded engine hundreds."""
 ENDED = {"sglang": 400, "embedded": 1900}
 """Of one that is ended before it is over."""

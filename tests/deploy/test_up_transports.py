@@ -66,6 +66,7 @@ class Holding:
     def __init__(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         self._client, self._keys = client, Keys("t")
         self._entered, self._release = asyncio.Event(), threading.Event()
+        self._over = False
         self.trained: list[tuple[int, int]] = []
         """For each load, the steps that were trained when it began and when it ended."""
         loop, apply = asyncio.get_running_loop(), loading.apply
@@ -73,7 +74,8 @@ class Holding:
         def held(*args: Any) -> None:
             loop.call_soon_threadsafe(self._entered.set)
             self._release.wait()
-            self._release.clear()
+            if not self._over:
+                self._release.clear()
             apply(*args)
 
         monkeypatch.setattr(loading, "apply", held)
@@ -105,6 +107,7 @@ class Holding:
                 yield
             finally:
                 stop.set()
+                self._over = True
                 self._release.set()
                 watching.cancel()
 
