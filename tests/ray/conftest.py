@@ -194,8 +194,10 @@ class Run:
                 await waker.wait(*Topic, since=mark, timeout_s=1.0)
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
-        """Ask again and again: what becomes of an actor wakes nobody."""
+        """Ask again and again: what becomes of an actor wakes nobody. Fails when `up` ends badly before."""
         while not await holds():
+            up = self._commands.get("up")
+            assert up is None or up.returncode in (None, -9, 0), self.log("up")
             await asyncio.sleep(0.2)
 
     async def engines(self, *wanted: int) -> None:
