@@ -84,9 +84,10 @@ async def test_an_idle_cache_is_flushed_and_one_in_use_is_not_until_it_is_idle(e
     assert await engine.control.flush_cache()
     async with engine.running(1, tokens=SOON) as (one,):
         await engine.control.pause("in_place")
-        waiting = asyncio.create_task(engine.control.flush_cache(deadline_s=120, patience_s=100))
         assert await engine.post("/flush_cache") == (400, "Flush cache failed.\n")
         assert not await engine.control.flush_cache()
+        waiting = asyncio.create_task(engine.control.flush_cache(deadline_s=120, patience_s=100))
+        await asyncio.wait({waiting}, timeout=0.3)
         assert not waiting.done()
         await engine.control.resume()
         assert await waiting
