@@ -186,7 +186,9 @@ def _collect(history: History, event: Event, fields: Fields) -> None:
         case "published":
             history.published.append((event.at, Version.parse(fields.text("version"))))
         case "engine_started":
-            history.boots.setdefault(fields.text("engine_id"), []).append(fields.text("boot_nonce"))
+            boots, boot = history.boots.setdefault(fields.text("engine_id"), []), fields.text("boot_nonce")
+            if boot not in boots:  # one whose beats paused for too long is registered anew, and was never started again
+                boots.append(boot)
         case "engine_left" if "uptime_s" in event.fields:
             use = EngineUse(
                 engine_id=fields.text("engine_id"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,8 +24,12 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from deploy.redis_server import server_binary
 
-NODE_TIMEOUT_MS = 1000
-"""A node that is silent for so long is failed over."""
+_NODE_TIMEOUT_MS = 60_000
+"""A node that is silent for so long is failed over: one that the machine holds up is not."""
+_DEAD_TIMEOUT_MS = 1000
+"""The same, for as long as a dead one is waited for."""
+_PORTS = range(10_000, 22_000)
+"""Below those that outgoing connections take, so that a server which is killed finds its own free again."""
 _PATIENCE_S = 60.0
 _LOOK_S = 0.02
 
@@ -34,19 +39,14 @@ def free_ports(count: int, *, shift: int = 0) -> list[int]:
     held: list[socket.socket] = []
     found: list[int] = []
     try:
-        while len(found) < count:
-            sockets = [socket.socket()]
-            sockets[0].bind(("127.0.0.1", 0))
-            port = sockets[0].getsockname()[1]
-            held.append(sockets[0])
-            if shift:
-                second = socket.socket()
-                held.append(second)
-                try:
-                    second.bind(("127.0.0.1", port + shift))
-                except (OSError, OverflowError):
-                    continue
-            found.append(port)
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            if len(found) == count:
+                break
+            with contextlib.suppress(OSError):
+                for one in sorted({port, port + shift}):
+                    held.append(socket.socket())
+                    held[-1].bind(("127.0.0.1", one))
+                found.append(port)
     finally:
         for one in held:
             one.close()
@@ -178,6 +178,18 @@ class Cluster:
 
         await until(even, "its replicas have all of it")
 
+    @contextlib.asynccontextmanager
+    async def impatient(self) -> AsyncIterator[None]:
+        """While the context is open a dead node is soon given up, and its replica takes over."""
+        live = self.live()
+        for node in live:
+            await node.ask("CONFIG SET", "cluster-node-timeout", _DEAD_TIMEOUT_MS)
+        try:
+            yield
+        finally:
+            for node in live:
+                await node.ask("CONFIG SET", "cluster-node-timeout", _NODE_TIMEOUT_MS)
+
     async def node_id(self, node: Server) -> str:
         return (await node.ask("CLUSTER MYID")).decode()
 
@@ -190,7 +202,7 @@ class Cluster:
         """Move what the slot holds now; the number of keys."""
         moved = 0
         while found := await source.ask("CLUSTER GETKEYSINSLOT", slot, 100):
-            await source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 10_000, "KEYS", *found)
+            await source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 60_000, "KEYS", *found)
             moved += len(found)
         return moved
 
@@ -233,7 +245,8 @@ async def start_cluster(folder: Path, *, masters: int = 3, replicas: Sequence[in
     ports = free_ports(masters + len(replicas), shift=10_000)
     wanted = {
         "cluster-enabled": "yes",
-        "cluster-node-timeout": str(NODE_TIMEOUT_MS),
+        "cluster-node-timeout": str(_NODE_TIMEOUT_MS),
+        "cluster-replica-validity-factor": "0",
         "cluster-allow-replica-migration": "no",
         "repl-diskless-sync-delay": "0",
         **(options or {}),

@@ -38,7 +38,7 @@ def settings(**changes: object) -> BufferConfig:
         "pipeline_depth": 1.0,
         "chunk_groups": 4,
         "byte_budget": 64 << 20,
-        "slot_seconds": 5.0,
+        "slot_seconds": 60.0,
         "max_staleness": 1000,
     }
     return BufferConfig.model_validate(base | changes)

@@ -26,8 +26,8 @@ from protocol.keys import Keys
 
 _LOG = logging.getLogger(__name__)
 _LOOK_S = 2.0
-_PROBE_S = 60.0
-"""For all bundles of a group that has room to say where they lie."""
+_PROBE_S = 300.0
+"""For all bundles of a group that has room to say where they lie: a process is started in each, which takes minutes where machines are busy."""
 WHOLE_GPU = 0.9
 """What the one tenant of a GPU takes of it in Ray's books, so that the bundle can still be asked where it lies."""
 _ALIVE = ("CREATED", "PENDING", "RESCHEDULING", "PREPARED")

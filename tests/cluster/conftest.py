@@ -21,7 +21,7 @@ from tests.clusters import Cluster, start_cluster
 @pytest_asyncio.fixture
 async def redis(three_nodes: Cluster) -> AsyncIterator[Client]:
     """Takes the place of the single server's, also for tests of other folders that are imported here."""
-    client = connect(three_nodes.url, deadline_s=20.0)
+    client = connect(three_nodes.url, deadline_s=60.0)
     try:
         yield client
     finally:

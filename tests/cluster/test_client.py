@@ -26,7 +26,7 @@ BEAT = Script("protocol", "lua/presence_beat.lua")
 
 async def test_a_url_of_any_node_finds_the_cluster(three_nodes: Cluster, keys: Keys) -> None:
     for node in three_nodes.nodes:
-        other = connect(node.url, deadline_s=20.0)
+        other = connect(node.url, deadline_s=60.0)
         try:
             facts = await check_server(other, url=node.url)
             assert (facts.cluster, facts.appendonly, facts.appendfsync) == (True, True, "everysec")
@@ -150,7 +150,8 @@ async def test_a_wake_up_reaches_whoever_listens_wherever_it_is_published(three_
 
 async def test_wake_ups_move_to_another_node_when_theirs_dies(mortal: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_RECONNECT_S", 0.01)
-    keys, client = run_on(mortal, 0), connect(mortal.url, deadline_s=20.0)
+    monkeypatch.setattr(module, "_SILENCE_S", LONG_S)
+    keys, client = run_on(mortal, 0), connect(mortal.url, deadline_s=60.0)
     try:
         async with contextlib.AsyncExitStack() as stack:
             wakers = [await stack.enter_async_context(wakeups(client, keys)) for _ in range(3)]
@@ -178,7 +179,7 @@ async def test_wake_ups_move_to_another_node_when_theirs_dies(mortal: Cluster, m
 
 
 async def test_a_node_that_is_killed_and_restarted_costs_a_wait(mortal: Cluster) -> None:
-    keys, client = run_on(mortal, 1), connect(mortal.url, deadline_s=30.0)
+    keys, client = run_on(mortal, 1), connect(mortal.url, deadline_s=60.0)
     node = mortal.masters[1]
     try:
         await client.set(keys.state, "kept")

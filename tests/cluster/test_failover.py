@@ -27,7 +27,7 @@ STEPS = 3
 @pytest_asyncio.fixture
 async def pair(mortal: Cluster) -> AsyncIterator[Pair]:
     """A run on master 0, which is a master again, with its replica, at the end."""
-    client, keys = connect(mortal.url, deadline_s=20.0), run_on(mortal, 0)
+    client, keys = connect(mortal.url, deadline_s=60.0), run_on(mortal, 0)
     try:
         async with wakeups(client, keys) as waker:
             pair = Pair(client, keys, waker)
@@ -50,8 +50,9 @@ async def die(mortal: Cluster, master: Server, replica: Server) -> None:
     async def promoted() -> bool:
         return (await replica.ask("INFO", "replication"))["role"] == "master"
 
-    await until(promoted, "the replica takes over")
-    await mortal.settled()
+    async with mortal.impatient():
+        await until(promoted, "the replica takes over")
+        await mortal.settled()
 
 
 async def return_as_replica(mortal: Cluster, died: Server, now: Server) -> None:
@@ -120,6 +121,7 @@ async def test_what_a_replica_confirmed_survives_and_a_cut_off_one_confirms_noth
     master, replica = await master_and_replica(mortal)
     with_a_replica = Durability(pair.client, pair.keys, await check_server(pair.client, url=mortal.url), replicas=1)
     alone = Durability(pair.client, pair.keys, await check_server(pair.client, url=mortal.url))
+    monkeypatch.setattr(durability, "_WAIT_S", 15.0)
     await pair.train_until(STEPS)
     assert await with_a_replica("a step")
     await cut_off(master)

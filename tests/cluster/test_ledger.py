@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cluster
 
 @contextlib.asynccontextmanager
 async def run_of(url: str, keys: Keys, **changes: object) -> AsyncIterator[Pair]:
-    client = connect(url, deadline_s=20.0)
+    client = connect(url, deadline_s=60.0)
     try:
         async with wakeups(client, keys) as waker:
             pair = Pair(client, keys, waker, **changes)  # type: ignore[arg-type]

@@ -31,8 +31,8 @@ TOLERANCE = {"float32": 2e-4, "bfloat16": 0.15}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test here that uses a real server waits for its start. `items` are those of all folders."""
     for item in items:
-        if item.get_closest_marker("sglang") and Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.timeout(420))
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(1200 if item.get_closest_marker("sglang") else 400))
 
 
 def write_model(folder: Path, seed: int) -> Path:

@@ -16,9 +16,11 @@ from weightsync.control import EngineControl
 from .served import Setup
 
 PROMPT = [20, 30, 40, 50]
-LONG = 1200
-"""Tokens of a request that is still decoding when something happens to it."""
-PATIENCE_S = 40.0
+LONG = 1900
+"""Tokens of a request that is still decoding when something happens to it: all that fit."""
+SOON = 400
+"""Tokens of one that is waited for, and is not over before something happens to it."""
+PATIENCE_S = 120.0
 
 
 class Reply(NamedTuple):
@@ -88,6 +90,15 @@ class Engine:
         status, answer = await self.post("/weights_checker", {"action": "checksum"})
         assert (status, answer["success"]) == (200, True)
         return str(answer["per_engine_checksum"])
+
+    async def alone_before_its_end(self, one: Running) -> bool:
+        """Whether, while `one` is still written, everything else has left the engine; returns once it has, or `one` is over."""
+        while not one.task.done():
+            lines = str((await self.get("/metrics")).body).splitlines()
+            if sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("sglang:num_running_reqs{")) == 1:
+                return True
+            await asyncio.sleep(0.05)
+        return False
 
     async def span_lag(self) -> int:
         """Tokens behind an update in place that the engine itself says may be called too new."""
@@ -187,4 +198,4 @@ def asking(tokens: int = 4, *, ids: Any = None, sampling: dict[str, Any] | None 
     return {"input_ids": ids or PROMPT, "sampling_params": params, "return_logprob": True} | options
 
 
-_WHOLE = aiohttp.ClientTimeout(total=90.0)
+_WHOLE = aiohttp.ClientTimeout(total=300.0)

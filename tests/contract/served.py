@@ -29,7 +29,7 @@ SLOTS = 16
 BOOT = "contract"
 _PACE_S = 0.003
 """A token of the embedded engine takes at least this long, as one of the real engine does, so that what happens meanwhile happens meanwhile."""
-_START_S = 300.0
+_START_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class RealServers:
             loop, stop = self._stop
             loop.call_soon_threadsafe(stop.set)
         if self._thread is not None:
-            self._thread.join(60)
+            self._thread.join(120)
         self._stop = self._thread = self._setup = None
 
     async def _live(self, setup: Setup, python: str, started: Future[str]) -> None:

@@ -125,7 +125,7 @@ async def test_a_stop_token_ends_a_response_and_is_among_its_tokens(engine: Engi
 
 async def test_the_end_token_ends_a_response_unless_it_is_ignored_and_stop_tokens_with_it(engine: Engine):
     hot = {"ignore_eos": False, "temperature": 2.0}
-    answers = await asyncio.gather(*(engine.generate(asking(150, ids=[30 + i], sampling=hot)) for i in range(16)))
+    answers = await asyncio.gather(*(engine.generate(asking(250, ids=[30 + i], sampling=hot)) for i in range(16)))
     ended = [answer["output_ids"] for answer in answers if unmatched(answer) == ("stop", EOS)]
     assert ended
     assert all(ids.index(EOS) == len(ids) - 1 for ids in ended)

@@ -96,13 +96,13 @@ async def test_the_projects_client_brings_what_the_model_says(engine: Engine, mo
     sampling = Sampling(max_new_tokens=30, ignore_eos=True)
     dialect = await engine.control.dialect()
     one = await client.generate(
-        engine.url, PROMPT, sampling=sampling, rid="c", deadline_s=30, assumed=Version(1, 0), prefix_cache=dialect.prefix_cache, span_lag=1
+        engine.url, PROMPT, sampling=sampling, rid="c", deadline_s=120, assumed=Version(1, 0), prefix_cache=dialect.prefix_cache, span_lag=1
     )
     own = models.written(models.a, PROMPT, one.output_ids.tolist())
     torch.testing.assert_close(torch.from_numpy(one.logprobs.copy()), own, atol=tolerance, rtol=0)
     assert [(str(span.version), span.start, span.end) for span in one.spans] == [("1:0", 0, 30)]
     assert one.finish_reason == "length"
     stopped = await client.generate(
-        engine.url, PROMPT, sampling=Sampling(max_new_tokens=300, stop_token_ids=tuple(range(100, 200))), rid="d", deadline_s=30, assumed=Version(1, 0)
+        engine.url, PROMPT, sampling=Sampling(max_new_tokens=300, stop_token_ids=tuple(range(100, 200))), rid="d", deadline_s=120, assumed=Version(1, 0)
     )
     assert (stopped.finish_reason, stopped.matched) == ("stop", int(stopped.output_ids[-1]))

@@ -51,7 +51,7 @@ async def test_it_lets_go_in_the_trainers_turn_and_serves_the_newest_version_aft
     incarnation = (await ledger.attach(None, trainer_id="t")).incarnation
     async with wakeups(redis, keys) as waker:
         turns = Turns(redis, keys, waker)
-        async with sharing(engine, redis, keys, turns) as registry, asyncio.timeout(90):
+        async with sharing(engine, redis, keys, turns) as registry, asyncio.timeout(900):
             for number in (1, 2):
                 running = Running(engine, asking(LONG, rid=f"long-{number}"))
                 running.task = asyncio.create_task(running.follow(), name="running")
@@ -74,7 +74,7 @@ async def test_it_lets_go_in_the_trainers_turn_and_serves_the_newest_version_aft
                     await asyncio.sleep(0.05)
                 assert (await early)["meta_info"]["weight_version"].startswith("away:"), "nobody takes what it writes now for a version's"
                 model = (models.b, models.a)[number % 2 == 0]
-                await engine.control.update_from_disk(str(model), f"1:{number}", deadline_s=30)
+                await engine.control.update_from_disk(str(model), f"1:{number}", deadline_s=120)
                 assert await engine.control.flush_cache()
                 answer = await engine.generate(asking(8, sampling={"temperature": 0.0}))
                 assert answer["meta_info"]["weight_version"] == f"1:{number}"

@@ -10,7 +10,7 @@ import torch
 from weightsync.dialect import PauseMode
 
 from .conftest import Models
-from .engine import LONG, PROMPT, Engine, asking
+from .engine import LONG, PROMPT, SOON, Engine, asking
 
 KEEPING: tuple[PauseMode, ...] = ("in_place", "retract")
 PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
@@ -23,14 +23,14 @@ def logged(answer: dict) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", KEEPING)
 async def test_a_paused_request_goes_on_where_it_was(engine: Engine, models: Models, tolerance: float, mode: PauseMode):
-    async with engine.running(2, tokens=300) as running:
+    async with engine.running(2, tokens=SOON) as running:
         assert await engine.post("/pause_generation", {"mode": mode}) == (200, PAUSED)
         assert await engine.post("/continue_generation") == (200, CONTINUED)
         for one in running:
             answer = await one.answer()
             meta = answer["meta_info"]
-            assert meta["finish_reason"] == {"type": "length", "length": 300}
-            assert meta["weight_versions"] == [{"version": "1:0", "start": 0, "end": 300}]
+            assert meta["finish_reason"] == {"type": "length", "length": SOON}
+            assert meta["weight_versions"] == [{"version": "1:0", "start": 0, "end": SOON}]
             assert meta["num_retractions"] == (mode == "retract")
             own = models.written(models.a, PROMPT, answer["output_ids"])
             torch.testing.assert_close(logged(answer), own, atol=2 * tolerance, rtol=0)
@@ -76,14 +76,14 @@ async def test_a_pause_by_abort_answers_running_requests_with_what_they_have(eng
 
 
 async def test_a_pause_may_follow_another_and_the_stronger_one_counts(engine: Engine):
-    async with engine.running(1, tokens=200) as (one,):
+    async with engine.running(1, tokens=SOON) as (one,):
         await engine.post("/pause_generation", {"mode": "in_place"})
         assert (await engine.post("/flush_cache")).status == 400
         await engine.post("/pause_generation", {"mode": "retract"})
         assert (await engine.post("/flush_cache")).status == 200
         await engine.post("/continue_generation")
         answer = await one.answer()
-        assert (len(answer["output_ids"]), answer["meta_info"]["num_retractions"]) == (200, 1)
+        assert (len(answer["output_ids"]), answer["meta_info"]["num_retractions"]) == (SOON, 1)
 
 
 async def test_to_continue_what_is_not_paused_changes_nothing(engine: Engine):

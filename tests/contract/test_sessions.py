@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from protocol.errors import ApplyFailed
 from weightsync.dialect import EMBEDDED
 
-from .engine import Engine, asking
+from .engine import SOON, Engine, asking
 from .spans import split
 
 DONE = {"success": True, "message": "Success"}
@@ -44,10 +46,10 @@ async def test_generation_goes_on_while_a_session_is_open(engine: Engine):
 async def test_without_a_pause_calls_of_a_session_let_running_requests_finish(engine: Engine):
     """So the project pauses first."""
     for path in ("/begin_weight_update", "/end_weight_update"):
-        async with engine.running(1, tokens=120) as (one,):
+        async with engine.running(1, tokens=SOON) as (one,):
             assert await engine.post(path) == (200, DONE)
             assert one.tokens > 60  # the answer and the last events come by ways of their own
-            assert (await one.answer())["meta_info"]["finish_reason"] == {"type": "length", "length": 120}
+            assert (await one.answer())["meta_info"]["finish_reason"] == {"type": "length", "length": SOON}
     for mode in ("in_place", "retract"):
         async with engine.running(1) as (one,):
             await engine.post("/pause_generation", {"mode": mode})
@@ -70,7 +72,7 @@ async def test_calls_of_a_session_need_a_body(engine: Engine):
 
 
 async def test_a_new_name_opens_a_span_in_running_requests(engine: Engine):
-    async with engine.running(1, tokens=200) as (one,):
+    async with engine.running(1, tokens=SOON) as (one,):
         answer = await engine.post("/update_weight_version", {"new_version": "1:7", "abort_all_requests": False})
         assert answer == (200, {"success": True, "message": "Weight version updated to 1:7", "new_version": "1:7"})
         split(await one.answer(), "1:0", "1:7")
@@ -86,17 +88,19 @@ async def test_a_new_name_ends_running_requests_unless_told_not_to(engine: Engin
 
 async def test_once_an_event_names_a_new_version_all_that_the_old_one_wrote_has_come(engine: Engine):
     """So what comes after that event is the new one's, also when no last event ever tells. What came before it may be either's."""
-    events = []
-    async with engine.stream(asking(300)) as stream:
+    events: list[dict[str, Any]] = []
+    named = False
+    async with engine.stream(asking(SOON)) as stream:
         async for event in stream:
             events.append(event)
-            if len(events) == 10:
+            if len(event["output_ids"]) >= 10 and not named:
+                named = True
                 await engine.post("/update_weight_version", {"new_version": "1:7", "abort_all_requests": False})
     *middle, final = events
-    named = [event["meta_info"]["weight_version"] for event in middle]
-    assert sorted(set(named)) == ["1:0", "1:7"]
-    assert named == sorted(named)
-    first = middle[named.index("1:7")]
+    names = [event["meta_info"]["weight_version"] for event in middle]
+    assert sorted(set(names)) == ["1:0", "1:7"]
+    assert names == sorted(names)
+    first = middle[names.index("1:7")]
     assert len(first["output_ids"]) >= split(final, "1:0", "1:7")
 
 

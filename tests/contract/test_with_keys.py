@@ -14,7 +14,7 @@ from protocol.versions import Version
 from weightsync.control import EngineControl
 
 from .conftest import Models, Serve
-from .engine import PROMPT, Engine, asking
+from .engine import PROMPT, SOON, Engine, asking
 from .spans import check_in_place, logged, split
 
 USERS = ("/generate", "/model_info", "/server_info")
@@ -65,18 +65,18 @@ async def test_a_path_that_is_not_there_is_behind_the_users_key(engine: Engine):
 
 async def test_the_projects_own_clients_bear_the_right_ones(engine: Engine, models: Models):
     await engine.control.pause("in_place")
-    await engine.control.update_from_disk(str(models.b), "1:1", deadline_s=30)
+    await engine.control.update_from_disk(str(models.b), "1:1", deadline_s=120)
     await engine.control.resume()
     assert await engine.control.weight_version() == "1:1"
     with pytest.raises(ApplyFailed, match="401"):
         await EngineControl(engine.session, engine.url, api_key=engine.setup.api_key).pause("in_place")
     with pytest.raises(SampleFailed, match="401"):
-        await EngineClient(engine.session).generate(engine.url, PROMPT, sampling=Sampling(max_new_tokens=2), rid="x", deadline_s=20)
+        await EngineClient(engine.session).generate(engine.url, PROMPT, sampling=Sampling(max_new_tokens=2), rid="x", deadline_s=120)
 
 
 async def test_events_bring_what_is_new_and_add_up_to_the_whole(engine: Engine):
-    whole = await engine.generate(asking(60, sampling={"temperature": 0.0}))
-    body = asking(60, sampling={"temperature": 0.0}, logprob_start_len=0, top_logprobs_num=1, return_prompt_token_ids=True)
+    whole = await engine.generate(asking(200, sampling={"temperature": 0.0}))
+    body = asking(200, sampling={"temperature": 0.0}, logprob_start_len=0, top_logprobs_num=1, return_prompt_token_ids=True)
     events = await engine.events(body)
     final = events[-1]["meta_info"]
     assert len(events) > 5
@@ -92,7 +92,7 @@ async def test_events_bring_what_is_new_and_add_up_to_the_whole(engine: Engine):
         assert event["meta_info"]["input_token_logprobs"] == final["input_token_logprobs"]
         assert event["prompt_token_ids"] == PROMPT
         assert ("weight_versions" in event["meta_info"]) == (event is events[-1])
-    assert final["weight_versions"] == [{"version": "1:0", "start": 0, "end": 60}]
+    assert final["weight_versions"] == [{"version": "1:0", "start": 0, "end": 200}]
 
 
 async def test_a_stop_string_is_held_back_here_too(engine: Engine):
@@ -107,7 +107,7 @@ async def test_a_stop_string_is_held_back_here_too(engine: Engine):
 async def test_the_projects_client_reads_them_all_the_same(engine: Engine, models: Models, tolerance: float, *, stream: bool):
     client = EngineClient(engine.session, engine.setup.api_key, stream=stream)
     sampling = Sampling(max_new_tokens=40, ignore_eos=True)
-    one = await client.generate(engine.url, PROMPT, sampling=sampling, rid="c", deadline_s=30, assumed=Version(1, 0))
+    one = await client.generate(engine.url, PROMPT, sampling=sampling, rid="c", deadline_s=120, assumed=Version(1, 0))
     own = models.written(models.a, PROMPT, one.output_ids.tolist())
     torch.testing.assert_close(torch.from_numpy(one.logprobs.copy()), own, atol=tolerance, rtol=0)
 
@@ -121,9 +121,9 @@ async def test_logprobs_in_reduced_precision_are_off_by_its_rounding(engine: Eng
 
 async def test_without_overlapping_steps_a_boundary_in_place_is_exact(engine: Engine, models: Models, tolerance: float):
     assert await engine.span_lag() == 0
-    async with engine.running(1, tokens=250) as (one,):
+    async with engine.running(1, tokens=SOON) as (one,):
         await engine.control.pause("in_place")
-        await engine.control.update_from_disk(str(models.b), "1:1", deadline_s=30)
+        await engine.control.update_from_disk(str(models.b), "1:1", deadline_s=120)
         await engine.control.resume()
         answer = await one.answer()
         check_in_place(answer, split(answer, "1:0", "1:1"), models, PROMPT, lag=0, tolerance=tolerance)

@@ -25,6 +25,7 @@ from protocol.messages import ProducerStatus
 from protocol.presence import Presence
 from protocol.wakeups import Topic, Wakeups, wakeups
 from weightsync.config import WeightsConfig, store_folder
+from weightsync.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -91,7 +92,7 @@ async def terminals(folder: Path, config: Path, url: str) -> AsyncIterator[Termi
 
 @contextlib.asynccontextmanager
 async def seen_through(url: str, keys: Keys) -> AsyncIterator[tuple[Client, Wakeups]]:
-    client = connect(url, deadline_s=10.0)
+    client = connect(url, deadline_s=60.0)
     try:
         async with wakeups(client, keys) as waker:
             yield client, waker
@@ -110,7 +111,7 @@ async def until(waker: Wakeups, hands: Terminals, holds: Callable[[], Awaitable[
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(540)
+@pytest.mark.timeout(1000)
 async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_goes_without_loss(tmp_path: Path) -> None:
     demo = folders.Demo(folder=tmp_path / "demo", seed=3, steps=STEPS)
     folders.claim(demo)
@@ -120,12 +121,13 @@ async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_
     assert await (await asyncio.create_subprocess_exec(*warm_start, cwd=ROOT)).wait() == 0
 
     async with (
-        asyncio.timeout(500),
+        asyncio.timeout(900),
         redis_by_hand(tmp_path / "redis") as url,
         terminals(tmp_path, demo.config, url) as hands,
         seen_through(url, keys) as (client, waker),
     ):
         ledger, producers = RedisLedger(client, keys), Presence(client, keys, "producer", ProducerStatus)
+        engines = Registry(client, keys)
 
         async def has_trained() -> bool:
             with contextlib.suppress(RunMissing):
@@ -138,21 +140,26 @@ async def test_parts_started_by_hand_end_by_themselves_and_a_producer_comes_and_
             await hands.start(f"producer-{index}", PRODUCER)
         await until(waker, hands, has_trained)
 
-        # So short a run would be over before a third producer has come: the trainer is held until it is here.
+        # So short a run would be over before a third producer has come: the trainer is held until it is here, and then the others until it has worked.
         trainer.send_signal(signal.SIGSTOP)
         before = {one.producer_id for one in await producers.members()}
         assert len(before) == 2
         third = await hands.start("producer-2", PRODUCER)
 
         async def has_come() -> bool:
-            return len(await producers.members()) == 3
+            return len(await producers.members()) == 3 and len(await engines.engines()) == 2
 
         async def has_worked() -> bool:
             return any(one.groups_put > 0 for one in await producers.members() if one.producer_id not in before)
 
         await until(waker, hands, has_come)
+        others = [hands.open[f"producer-{index}"] for index in (0, 1)]
+        for one in others:
+            one.send_signal(signal.SIGSTOP)
         trainer.send_signal(signal.SIGCONT)
         await until(waker, hands, has_worked)
+        for one in others:
+            one.send_signal(signal.SIGCONT)
         third.terminate()
         await hands.ended("producer-2")
         assert {one.producer_id for one in await producers.members()} <= before, "it has signed off"

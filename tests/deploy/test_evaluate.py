@@ -107,7 +107,7 @@ def test_a_checkpoint_is_evaluated_with_no_redis_no_trainer_and_no_producer(
 
 
 @pytest.mark.sglang
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_checkpoint_is_evaluated_by_a_server_of_sglang(tmp_path: Path, models: list[Path], capsys: pytest.CaptureFixture[str], quiet: None):
     path = write_config(tmp_path, models[0], engine={"kind": "sglang", "device": "cpu", "python": interpreter(), "slots": 4})
     save_checkpoint(load(EvaluateConfig, path), models[1], 30)

@@ -49,6 +49,13 @@ def test_a_released_group_leaves_the_depth_and_comes_back_with_its_next_attempt(
     assert [one.generating for one in depth] == [0, 1, 0, 1]  # the first entry is the attachment
 
 
+def test_an_engine_that_was_silent_and_comes_back_is_no_new_boot() -> None:
+    run = small_run()
+    run.event(11, "engine_started", engine_id="engine-0", boot_nonce="boot:a")
+    run.event(12, "engine_started", engine_id="engine-0", boot_nonce="boot:b")
+    assert read_history(run.events).boots == {"engine-0": ["boot:a", "boot:b"]}
+
+
 def test_unknown_events_are_skipped_and_an_empty_run_has_no_figures() -> None:
     history = read_history([Event(id="5-0", op="something new", fields={"a": 1})])
     assert (history.steps, history.seconds, history.final) == ((), 0.0, None)

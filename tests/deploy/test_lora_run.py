@@ -13,6 +13,7 @@ from buffer.audit import read_audit
 from deploy.cli import main
 from deploy.summary import read_summary
 from producer.rewards import RewardSample
+from tests.deploy.all_there import all_there, hold_back
 from tests.deploy.test_up_transports import STEPS, up, write_run
 from weightsync.safetensors_file import open_model
 from weightsync.snapshot import weights_digest
@@ -23,18 +24,22 @@ CLOSE = 1e-4
 
 async def reward(sample: RewardSample) -> float:
     """Differs among the responses of a random model, so that every step has something to learn."""
+    await all_there()
     return float(sum(token % 2 for token in sample.response_ids))
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("publish", "kind", "transport", "ranks"), [("adapter", "adapter", "adapter", 1), ("adapter", "adapter", "adapter", 2), ("merged", "full", "store", 2)]
 )
-def test_versions_of_an_adapter_reach_both_engines_and_each_token_has_the_trainers_logprob(tmp_path: Path, publish: str, kind: str, transport: str, ranks: int):
+def test_versions_of_an_adapter_reach_both_engines_and_each_token_has_the_trainers_logprob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish: str, kind: str, transport: str, ranks: int
+):
     path = write_run(tmp_path, {}, {"pipeline_depth": 0.0})
     lora = {"rank": 4, "publish": publish, "use_rslora": True}
-    settings = path.read_text().replace("deploy.demo.task:reward", "tests.deploy.test_lora_run:reward").replace("[trainer]\n", f"[trainer]\nranks = {ranks}\n")
+    hold_back(path, monkeypatch, reward="tests.deploy.test_lora_run:reward", engines=2)
+    settings = path.read_text().replace("[trainer]\n", f"[trainer]\nranks = {ranks}\n")
     path.write_text(settings + "[lora]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in lora.items()))
     up(path)
     summary = read_summary(tmp_path / "run")

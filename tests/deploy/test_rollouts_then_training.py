@@ -36,7 +36,7 @@ async def ended(folder: Path, name: str, process: asyncio.subprocess.Process) ->
 
 @pytest.mark.demo
 @pytest.mark.redis
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 async def test_what_an_engine_sampled_without_a_trainer_trains_a_model_later(tmp_path: Path, redis: Client, keys: Keys, redis_url: str) -> None:
     demo = folders.Demo(folder=tmp_path / "demo", seed=3, steps=3)
     folders.claim(demo)

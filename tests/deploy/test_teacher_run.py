@@ -77,7 +77,7 @@ def exact_divergence(policy: Any, teacher: Any, scored: Scored) -> float:
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 async def test_a_live_teachers_logprobs_reach_the_loss_and_the_policy_comes_nearer_to_it(tmp_path: Path):
     path = write_run(tmp_path, {}, {"pipeline_depth": 0.0})
     text = path.read_text().replace("steps = 6", f"steps = {STEPS}").replace("lr = 0.001", 'lr = 0.01\nwarmup_steps = 0\nadvantage = "none"')
@@ -102,4 +102,4 @@ async def test_a_live_teachers_logprobs_reach_the_loss_and_the_policy_comes_near
     assert steps[0]["loss"] == pytest.approx(sampled_divergence(start, teacher, first), abs=1e-3)
     assert steps[0]["loss"] > 0.5
     assert exact_divergence(trained, teacher, scored) < 0.8 * exact_divergence(start, teacher, scored)
-    assert sum(step["loss"] for step in steps[-3:]) < 0.8 * sum(step["loss"] for step in steps[:3])
+    assert sum(step["loss"] for step in steps[-6:]) / 6 < 0.8 * sum(step["loss"] for step in steps[:3]) / 3

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,21 +76,30 @@ def redis_url() -> Iterator[str]:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         url = f"redis://{_REDIS_HOST}:{port}"
         try:
-            asyncio.run(wait_ready(url))
+            asyncio.run(wait_ready(url, timeout_s=60.0))
             yield url
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
 
 
 class Simulated:
     """Nodes with addresses of their own, as drivers join the node of their machine: that is the first one, which has no GPU and stays."""
 
     def __init__(self) -> None:
+        from ray._private import node
         from ray.cluster_utils import Cluster
 
+        node.time = SimpleNamespace(monotonic=lambda: time.monotonic() / 10, time=time.time, sleep=time.sleep)
+
+        class Patient(Cluster):  # type: ignore[misc]
+            """Ray gives a node half a minute to start and as long to appear, and has no setting for either."""
+
+            def _wait_for_node(self, node: Any, timeout: float = 300.0) -> None:
+                super()._wait_for_node(node, timeout)
+
         self._hosts = (f"127.0.0.{number}" for number in range(2, 255))
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 0, "_system_config": _SOON, **_NODE})
+        self._cluster = Patient(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 0, "_system_config": _SOON, **_NODE})
         self.address: str = self._cluster.address
 
     def add(self, *, gpus: int) -> None:
@@ -136,7 +147,7 @@ class Run:
             "checkpoint": {"every_steps": 4, "every_seconds": 0.0},
             "stop": {"steps": 30},
             "http": {"port": 0},
-            "placement": {"engine_gpus": 1, "gpus_per_node": 2, "wait_seconds": 60.0},
+            "placement": {"engine_gpus": 1, "gpus_per_node": 2, "wait_seconds": 300.0},
             "ray": {"address": address, "producer_cpus": 0.5, "engine_cpus": 0.5, "trainer_cpus": 0.5},
         }
 
@@ -183,8 +194,10 @@ class Run:
                 await waker.wait(*Topic, since=mark, timeout_s=1.0)
 
     async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
-        """Ask again and again: what becomes of an actor wakes nobody."""
+        """Ask again and again: what becomes of an actor wakes nobody. Fails when `up` ends badly before."""
         while not await holds():
+            up = self._commands.get("up")
+            assert up is None or up.returncode in (None, -9, 0), self.log("up")
             await asyncio.sleep(0.2)
 
     async def engines(self, *wanted: int) -> None:
@@ -217,7 +230,7 @@ class Run:
 
 async def has_moved(fleet: Fleet, name: str, away_from: str) -> bool:
     """The processes of a node that was killed answer until they notice."""
-    about = await fleet.about(name, timeout_s=90.0)
+    about = await fleet.about(name, timeout_s=600.0)
     assert about is not None, f"{name} was not started anew"
     assert about.moved or about.node == away_from
     return about.node != away_from

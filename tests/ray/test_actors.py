@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 from tests.ray.bodies import Blocking, Brief, Failing, Hopeless, Refusing, Stubborn, Wide
 from tests.ray.conftest import Simulated
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 RUN = f"r-{uuid.uuid4().hex[:8]}"
 
 
@@ -40,12 +40,12 @@ async def fleet(cluster: Simulated) -> AsyncIterator[Fleet]:
 
 async def test_an_actor_answers_while_its_body_blocks_and_is_stopped_all_the_same(fleet: Fleet):
     await fleet.start(Blocking, "producer-0", Settings(run=RUN, text=""), cpus=0.1)
-    await fleet.wait_started(["producer-0"], within_s=60.0)
+    await fleet.wait_started(["producer-0"], within_s=300.0)
     followed = asyncio.create_task(fleet.ended("producer-0"))
-    first = await fleet.about("producer-0", timeout_s=10.0)
+    first = await fleet.about("producer-0", timeout_s=120.0)
     await fleet.start(Blocking, "producer-0", Settings(run=RUN, text=""), cpus=0.1)
-    assert (await fleet.about("producer-0", timeout_s=10.0)).pid == first.pid, "there is one of each name"
-    assert (await fleet.stop("producer-0", within_s=20.0)).code == 0
+    assert (await fleet.about("producer-0", timeout_s=120.0)).pid == first.pid, "there is one of each name"
+    assert (await fleet.stop("producer-0", within_s=120.0)).code == 0
     assert (await followed) is None or (await followed).code == 0
     assert await fleet.names() == []
 
@@ -65,15 +65,15 @@ async def test_a_body_that_always_fails_is_given_up_and_its_reason_outlives_its_
     await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
     about = await fleet.ended("engine-2")
     assert (about.code, about.failures, about.gave_up, about.message) == (1, 2, True, "no such device")
-    await fleet.stop("engine-2", within_s=20.0)
+    await fleet.stop("engine-2", within_s=120.0)
     await fleet.start(Hopeless, "engine-2", Settings(run=RUN, text=""), cpus=0.1)
-    assert (await fleet.about("engine-2", timeout_s=60.0)).failures <= 1, "one that is started afresh has no past"
+    assert (await fleet.ended("engine-2")).failures == 2, "one that is started afresh has no past"
 
 
 async def test_who_had_to_be_killed_is_told_from_who_was_gone_and_from_who_had_no_process(fleet: Fleet):
     await fleet.start(Stubborn, "producer-1", Settings(run=RUN, text=""), cpus=0.1)
-    await fleet.wait_started(["producer-1"], within_s=60.0)
-    killed = await fleet.stop("producer-1", within_s=2.0)
+    await fleet.wait_started(["producer-1"], within_s=300.0)
+    killed = await fleet.stop("producer-1", within_s=10.0)
     assert (killed.about, killed.killed, killed.answered, killed.code) == (None, True, True, 1)
     gone = await fleet.stop("producer-1", within_s=2.0)
     assert (gone.about, gone.killed, gone.code) == (None, False, 0)
@@ -97,7 +97,7 @@ async def test_two_that_leave_at_once_give_back_what_the_run_had_reserved(fleet:
     import ray
 
     assert await fleet.names() == []
-    group = await new_group(namespace(RUN), [{"CPU": 0.1}], asked="a test", wait_s=30.0)
+    group = await new_group(namespace(RUN), [{"CPU": 0.1}], asked="a test", wait_s=120.0)
     for name in ("producer-5", "producer-6"):
         await fleet.start(Brief, name, Settings(run=RUN, text=""), cpus=0.1)
     while await asyncio.to_thread(lambda: ray.util.placement_group_table(group)["state"]) != "REMOVED":
@@ -132,20 +132,20 @@ async def test_producers_without_room_are_not_left_behind(cluster: Simulated, tm
 
 async def test_an_engine_of_several_gpus_sees_those_of_its_bundles_and_no_others(cluster: Simulated, fleet: Fleet):
     cluster.add(gpus=3)
-    group = await new_group(f"rollstream-{RUN}", [{"GPU": 1.0, "CPU": 0.5}] * 3, asked="a test", wait_s=30.0)
+    group = await new_group(f"rollstream-{RUN}", [{"GPU": 1.0, "CPU": 0.5}] * 3, asked="a test", wait_s=120.0)
     try:
         where = {bundle.index: bundle.gpu for bundle in await look(group)}
         two = [index for index in where if where[index] != "1"]
         await fleet.start(Wide, "engine-5", Settings(run=RUN, text=""), cpus=0.5, gpus=0.9, where=seat(group, two[0]), bundles=two)
         await run_until(fleet, "engine-5", ",".join(where[index] for index in two))
         assert sorted(where.values()) == ["0", "1", "2"]
-        assert (await fleet.stop("engine-5", within_s=20.0)).code == 0
+        assert (await fleet.stop("engine-5", within_s=120.0)).code == 0
     finally:
         remove(group)
 
 
 async def run_until(fleet: Fleet, name: str, gpus: str) -> None:
     """The actor answers before it has learned of all its GPUs, and wakes nobody when it has."""
-    while (about := await fleet.about(name, timeout_s=60.0)).gpus != gpus:
+    while (about := await fleet.about(name, timeout_s=120.0)).gpus != gpus:
         assert about.code is None, about.message
         await asyncio.sleep(0.1)

@@ -12,13 +12,13 @@ from protocol.keys import Keys
 from tests.ray.conftest import Run, Simulated
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(1200)
 async def test_a_run_outlives_its_cluster_as_redis_has_its_state(tmp_path: Path, redis: Client, keys: Keys, redis_url: str):
     first = Simulated()
     run = Run(tmp_path, redis, keys, redis_url, first.address)
     run.sections["placement"]["engine_gpus"] = 0
     run.sections["engine"]["count"] = run.sections["producer"]["count"] = 1
-    run.sections["stop"]["steps"] = 20
+    run.sections["stop"]["steps"] = 26
     try:
         up = await run.up("--new")
         await run.trained(6)
@@ -35,7 +35,7 @@ async def test_a_run_outlives_its_cluster_as_redis_has_its_state(tmp_path: Path,
         await run.up("--resume")
         said = await run.done("up")
         summary = read_summary(run.folder / "run")
-        assert summary["steps"] == 20, said
+        assert summary["steps"] == 26, said
         assert summary["groups_lost"] == 0
         assert summary["groups_duplicated"] == 0
         assert not summary["disagreements"]

@@ -19,7 +19,7 @@ from tests.contract.conftest import write_model
 from tests.contract.served import interpreter
 from tests.ray.conftest import Run, Simulated, has_moved
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ async def test_a_killed_server_and_then_its_lost_node_cost_no_group_and_it_comes
         up = await run.up("--new")
         await run.engines(0, 1)
         await run.trained(2)
-        engines = [await fleet.about(f"engine-{index}", timeout_s=20.0) for index in (0, 1)]
+        engines = [await fleet.about(f"engine-{index}", timeout_s=120.0) for index in (0, 1)]
         assert engines[0] is not None
         assert engines[1] is not None
         assert engines[0].node != engines[1].node, "each has a GPU of its own, as far as Ray counts them"

@@ -28,7 +28,7 @@ from tests.producer.engine.conftest import written_logprobs
 from tests.producer.engine.hosting import Run
 from weightsync.roles import WEIGHT_SERVER
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(2400)]
 PROMPT = [1, 7, 9]
 WAIT_S = 600.0
 
