@@ -113,6 +113,7 @@ async def test_how_a_process_ended_says_more_than_its_connection(monkeypatch: py
         await asyncio.sleep(0)
         hub.lost(2, -9)
         assert str(await hub.failure()) == "rank 2 is gone: killed by SIGKILL"
+    monkeypatch.setattr(hub_module, "_HOW_S", 1.0)
     async with three() as (hub, _, two):
         await two.close()
         hub.lost(2, EXIT_CONFIG)
