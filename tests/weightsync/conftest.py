@@ -303,7 +303,7 @@ class Rig:
 
     async def until(self, condition: Callable[[dict[str, EngineStatus]], bool]) -> dict[str, EngineStatus]:
         """The engines, once `condition` holds of them."""
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(60):
             while True:
                 mark = self.wakes.mark(Topic.ENGINES)
                 for task in self.tasks:

@@ -153,8 +153,8 @@ async def test_an_engine_that_vanishes_while_its_ack_is_awaited_is_awaited_until
         return found
 
     rig.registry.engines = engines
-    async with asyncio.timeout(100), asyncio.TaskGroup() as group:
-        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=60, most_paused=1))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=20, most_paused=1))
         assert await looked.get() == ["e0"]
         await rig.registry.beat(rig.status("e0", "b1"), ttl_s=0.001)  # killed
         while await looked.get() != []:
@@ -255,7 +255,7 @@ async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig: Any):
     assert await dead.pause(Version(1, 6), most=1, valid_s=60, idle=False)
     assert not await claimant.pause(Version(1, 6), most=1, valid_s=60, idle=False)
     assert not await live.pause(Version(1, 6), most=1, valid_s=60, idle=False)
-    await rig.registry.beat(rig.status("e0", "b2"), ttl_s=600)
+    await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60)
     await rig.registry.beat(rig.status("e1", "b1"), ttl_s=0.001)
     async with asyncio.timeout(60):
         while not await live.pause(Version(1, 6), most=1, valid_s=60, idle=False):

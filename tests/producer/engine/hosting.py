@@ -30,7 +30,7 @@ from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import Snapshot
 from weightsync.store import DirectoryStore
 
-WAIT_S = 100.0
+WAIT_S = 240.0
 PROCESS = """
 import sys, warnings
 warnings.simplefilter("error")
@@ -118,7 +118,7 @@ async def run(redis: Client, keys: Keys, redis_url: str, model_a: Path, tmp_path
 
 def ask(session: aiohttp.ClientSession, engine: EngineStatus, rid: str, tokens: int = 5, *, key: str = "") -> Awaitable[Any]:
     sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
-    return EngineClient(session, key).generate(engine.url, [1, 7, 9], sampling=sampling, rid=rid, deadline_s=WAIT_S)
+    return EngineClient(session, key).generate(engine.url, [1, 7, 9], sampling=sampling, rid=rid, deadline_s=120)
 
 
 async def start_process(run: Run, tmp_path: Path) -> asyncio.subprocess.Process:
