@@ -41,7 +41,7 @@ class Machine:
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"KIT": str(self.kit), "KIT_WORK": str(self.work), "PATH": f"{self._programs}:{os.environ['PATH']}"}
-        return subprocess.run([str(START), command], env=environment, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run([str(START), command], env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.fixture

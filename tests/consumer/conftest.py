@@ -214,10 +214,10 @@ async def serve_newest(client: Client, keys: Keys) -> None:
     async with wakeups(client, keys) as waker:
         while True:
             mark = waker.mark(Topic.WEIGHTS)
-            await registry.beat(status)
+            fresh = await registry.beat(status, ttl_s=600.0)
             newest = await channel.newest_version()
             gone_back = acked is not None and newest is not None and newest.incarnation == acked.incarnation and newest < acked  # Redis lost the pointer's way
-            if newest is not None and newest != acked and not gone_back:
+            if newest is not None and (fresh or newest != acked) and not gone_back:
                 await registry.ack("e0", "n0", newest)
                 acked = newest
             await waker.wait(Topic.WEIGHTS, since=mark)
@@ -233,7 +233,7 @@ def make_config(model_path: Path, tmp_path: Path, redis_url: str, keys: Keys) ->
         prompts.write_text('{"prompt": "1+2=", "label": "3"}\n')
         tables: dict[str, dict[str, Any]] = {
             "run": {"name": name, "dir": str(tmp_path / name), "seed": 1},
-            "redis": {"url": redis_url, "deadline_s": 5.0},
+            "redis": {"url": redis_url, "deadline_s": 60.0},
             "model": {"path": str(model_path)},
             "data": {"path": str(prompts)},
             "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_new_tokens": 8},

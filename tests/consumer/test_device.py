@@ -88,7 +88,7 @@ async def test_trainer_and_engine_have_the_device_one_after_the_other_and_the_we
     memory = Memory(monkeypatch)
     config = configured(make_config(stop__steps=3, buffer__pipeline_depth=0.0, placement__layout="colocated"))
     producing(shared)
-    async with asyncio.timeout(100), wakeups(redis, shared) as waker:
+    async with asyncio.timeout(300), wakeups(redis, shared) as waker:
         turns = Turns(redis, shared, waker)
         following = asyncio.create_task(memory.follow(turns))
         await trained(config, redis)

@@ -24,7 +24,7 @@ from weightsync.registry import Registry
 pytestmark = [pytest.mark.redis]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 async def test_a_trainer_that_waits_for_an_engine_that_starts_says_so_and_ends_once_it_serves(
     redis: Client, keys: Keys, make_config: Callable[..., dict[str, Any]], producing: Callable[..., Any]
 ):
@@ -38,7 +38,7 @@ async def test_a_trainer_that_waits_for_an_engine_that_starts_says_so_and_ends_o
         while not ((here := await presence.members()) and here[0].waiting_for is Edge.NO_ACK):
             assert not running.done(), "it waits for the engine"
             mark = waker.mark(*Topic)
-            await registry.beat(late)
+            await registry.beat(late, ttl_s=600.0)
             await waker.wait(*Topic, since=mark, timeout_s=0.2)
         assert here[0].trained == 2
         await registry.ack("late", "n", Version(1, 2))

@@ -119,7 +119,7 @@ async def test_a_waiting_trainer_says_for_what_and_since_when_and_stops_at_the_l
     config, stop = configured(make_config(run__stall_seconds=1e-6)), asyncio.Event()
     producing(keys, limit=4 * 2 + 2)
     presence = Presence(redis, keys, "trainer", TrainerStatus)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(300), asyncio.TaskGroup() as group:
         group.create_task(trained(config, redis, stop=stop))
         while not ((members := await presence.members()) and members[0].trained == 2 and members[0].waiting_for is Edge.NO_GROUP):
             await asyncio.sleep(0.05)
@@ -154,7 +154,7 @@ async def test_a_replaced_trainer_is_fenced_and_changes_nothing(redis: Client, k
     ledger = RedisLedger(redis, keys)
     task = asyncio.create_task(trained(config, redis))
     metrics = config.run.folder / "metrics.jsonl"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not (metrics.exists() and metrics.stat().st_size):
             await asyncio.sleep(0.05)
         await ledger.attach(None, trainer_id="another")
@@ -222,7 +222,7 @@ async def test_a_checkpoint_wanted_while_an_older_one_is_written_is_written_too(
     def write(*arguments: Any, **options: Any) -> CheckpointRef:
         if not written.is_set():
             written.set()
-            assert go.wait(60)
+            assert go.wait(300)
         return write_checkpoint(*arguments, **options)
 
     real = RedisLedger.trained
@@ -236,7 +236,7 @@ async def test_a_checkpoint_wanted_while_an_older_one_is_written_is_written_too(
     monkeypatch.setattr("consumer.keeper.write_checkpoint", write)
     monkeypatch.setattr(RedisLedger, "trained", step_trained)
     producing(keys, charge=charge)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         await trained(config, redis)
     assert (await RedisLedger(redis, keys).status()).trained == 6
 
@@ -282,7 +282,7 @@ async def test_a_publisher_that_fails_ends_the_trainer_before_it_waits_for_ever(
 
     monkeypatch.setattr(DirectoryStore, "write", fails_later)
     producing(keys)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         with pytest.raises(BaseExceptionGroup) as raised:
             await trained(config, redis)
     assert raised.value.subgroup(ValueError) is not None

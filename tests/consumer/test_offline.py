@@ -80,7 +80,7 @@ async def test_a_shadow_trains_the_same_groups_to_the_same_bits_takes_none_and_i
     presence = Presence(redis, keys, "shadow", TrainerStatus)
     ledger = RedisLedger(redis, keys)
     producer = producing(keys, limit=4 * 3)
-    async with asyncio.timeout(90), wakeups(redis, keys) as waker, asyncio.TaskGroup() as group:
+    async with asyncio.timeout(300), wakeups(redis, keys) as waker, asyncio.TaskGroup() as group:
         group.create_task(train(config, redis), name="test:trainer")
         while (await _status(ledger, waker)).trained < 3:
             await waker.wait(Topic.SLOT, Topic.RUN)
@@ -274,7 +274,7 @@ async def test_a_stream_with_a_hole_is_refused_and_a_stop_ends_at_a_step_with_a_
         with pytest.raises(ReplayGap, match=r"step 3 follows step 1: what is between is missing"):
             await OfflineTraining(holed, Progress(), trainer=config.trainer, stop=StopConfig(), parts=parts).run(asyncio.Event())
         training = OfflineTraining(endless, Progress(), trainer=config.trainer, stop=StopConfig(), parts=parts, on_step=lambda _: stop.set())
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             assert await training.run(stop) == "signal"
         file.close()
     assert (training.progress.step, shelf.kept()) == (1, [(1, 1)])

@@ -56,7 +56,7 @@ async def test_a_file_and_a_signal_make_a_checkpoint_at_the_next_step(
     monkeypatch.setattr(RedisLedger, "trained", step_trained)
     producing(keys)
     ledger = RedisLedger(redis, keys)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         await run_trainer(config, ledger, redis, keys, asyncio.Event(), new_as=identify(config.run, config.model, config.data, config.rollout))
     assert [one.step for one in (await ledger.status()).checkpoints] == [1, 3, 4]
     assert not wish.exists()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -68,17 +69,49 @@ def interpreter() -> str:
 async def embedded(model: Path, setup: Setup) -> AsyncIterator[str]:
     limits = LoraLimits(max_rank=setup.lora.rank, targets=setup.lora.target_modules) if setup.lora.adapters else None
     served = load(str(model), slots=SLOTS, dtype=setup.dtype, lora_targets=() if limits is None else limits.targets)
-    async with EmbeddedEngine(
-        served,
-        weight_version=f"boot:{BOOT}",
-        seed=1,
-        api_key=setup.api_key,
-        admin_key=setup.admin_key,
-        incremental=setup.incremental,
-        pace_s=_PACE_S,
-        lora=limits,
-    ) as engine:
+    async with (
+        EmbeddedEngine(
+            served,
+            weight_version=f"boot:{BOOT}",
+            seed=1,
+            api_key=setup.api_key,
+            admin_key=setup.admin_key,
+            incremental=setup.incremental,
+            lora=limits,
+        ) as engine,
+        ticking(engine),
+    ):
         yield engine.url
+
+
+@contextlib.asynccontextmanager
+async def ticking(engine: EmbeddedEngine) -> AsyncIterator[None]:
+    """The loop that serves both ends counts the time between two tokens: where it is late, the thread that decodes does not run ahead of it."""
+    worker, ticks, taken = engine._worker, 0, 0
+
+    def due() -> bool:
+        nonlocal taken
+        if not (worker._waiting or worker._batch.requests):
+            return True
+        if taken == ticks:
+            time.sleep(_PACE_S / 4)
+            return False
+        taken = ticks
+        return True
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(_PACE_S)
+            ticks += 1
+
+    worker._due = due  # type: ignore[method-assign]
+    clock = asyncio.create_task(tick(), name="contract:clock")
+    try:
+        yield
+    finally:
+        clock.cancel()
+        await asyncio.wait([clock])
 
 
 class RealServers:

@@ -30,7 +30,7 @@ ENGINE, BOOT = EngineId("e"), "b"
 async def sharing(engine: Engine, redis: Client, keys: Keys, turns: Turns) -> AsyncIterator[Registry]:
     """The engine takes turns while the context is open; it has the first."""
     registry, device = Registry(redis, keys), DeviceTurns(turns, ENGINE, BOOT)
-    await registry.beat(EngineStatus(engine_id=ENGINE, boot_nonce=BOOT, url=engine.url, kind="sglang", state=EngineState.STARTING))
+    await registry.beat(EngineStatus(engine_id=ENGINE, boot_nonce=BOOT, url=engine.url, kind="sglang", state=EngineState.STARTING), ttl_s=600.0)
     await device.begin()
     following = asyncio.create_task(device.follow(asyncio.Event().wait, control=engine.control, registry=registry), name="following")
     try:

@@ -29,6 +29,8 @@ STATS = {
     "seconds": 0.5,
     "wait_s": 0.1,
 }
+TTL_S = 600.0
+"""Who announces itself once is here to the end of the test, however long that takes."""
 SETTINGS = BufferConfig(groups_per_step=2, pipeline_depth=1.0, chunk_groups=2, byte_budget=1_000_000)
 
 
@@ -59,7 +61,7 @@ async def make_run(client: Client, keys: Keys) -> RedisLedger:
     attachment = await ledger.attach(None, trainer_id="trainer")
     await channel.publish(manifest(Version(1, 0)), attachment.incarnation)
     for index in (0, 1):
-        await registry.beat(engine(index, Version(1, 0)))
+        await registry.beat(engine(index, Version(1, 0)), ttl_s=TTL_S)
         await registry.ack(f"engine-{index}", f"nonce-{index}", Version(1, 0))
     granted = await ledger.reserve("owner", "request", 3, max_bytes=1000)
     assert isinstance(granted, Granted)
@@ -87,8 +89,10 @@ async def make_run(client: Client, keys: Keys) -> RedisLedger:
     await channel.publish(manifest(Version(1, 1)), 1)
     await registry.ack("engine-1", "nonce-1", Version(1, 1))
     producers = Presence(client, keys, "producer", ProducerStatus)
-    await producers.beat("producer-0", ProducerStatus(producer_id="producer-0", waiting_for=Edge.NO_SLOT, waiting_since=time.time() - 3.0, groups_put=3))
-    await Presence(client, keys, "trainer", TrainerStatus).beat("trainer", TrainerStatus(trainer_id="trainer", incarnation=1, step=2, trained=1))
+    await producers.beat(
+        "producer-0", ProducerStatus(producer_id="producer-0", waiting_for=Edge.NO_SLOT, waiting_since=time.time() - 3.0, groups_put=3), ttl_s=TTL_S
+    )
+    await Presence(client, keys, "trainer", TrainerStatus).beat("trainer", TrainerStatus(trainer_id="trainer", incarnation=1, step=2, trained=1), ttl_s=TTL_S)
     return ledger
 
 

@@ -35,7 +35,7 @@ async def picture(redis: Client, keys: Keys, small_run: Callable[[], Awaitable[o
     await small_run()
     registry = Registry(redis, keys)
     for index, transport in enumerate(("gloo", "store")):
-        await registry.beat(dataclasses.replace(engine(index, Version(1, 1)), transport=transport, updates=3, paused_s=0.5))
+        await registry.beat(dataclasses.replace(engine(index, Version(1, 1)), transport=transport, updates=3, paused_s=0.5), ttl_s=600.0)
     await redis.hset(keys.state, "trained", 2)
     newest = manifest(Version(1, 2))
     await Channel(redis, keys).publish(
@@ -43,8 +43,8 @@ async def picture(redis: Client, keys: Keys, small_run: Callable[[], Awaitable[o
     )
     server = WeightServerStatus(server_id="s", url="http://h", device="cpu", backend="gloo", staged=Version(1, 2), groups=2, sent_bytes=3 << 20)
     relay = RelayStatus(relay_id="r", folder="/dev/shm/r", version=Version(1, 1), fetched_bytes=512, deltas=4, fulls=1)
-    await Presence(redis, keys, "weight-server", WeightServerStatus).beat("s", server)
-    await Presence(redis, keys, "relay", RelayStatus).beat("r", relay)
+    await Presence(redis, keys, "weight-server", WeightServerStatus).beat("s", server, ttl_s=600.0)
+    await Presence(redis, keys, "relay", RelayStatus).beat("r", relay, ttl_s=600.0)
     yield await PictureSource(redis, keys).picture()
 
 

@@ -285,7 +285,7 @@ async def test_a_redis_by_hand_prints_its_url_and_leaves_with_exit_0(tmp_path: P
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, env={**os.environ, "ROLLSTREAM_LOG": "ERROR"})
     assert process.stdout is not None
     url = (await process.stdout.readline()).decode().strip()
-    client = connect(url, deadline_s=5.0)
+    client = connect(url, deadline_s=60.0)
     assert await client.ping()
     await client.aclose()
     process.terminate()

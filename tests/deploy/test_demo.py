@@ -263,7 +263,7 @@ async def test_the_drill_kills_the_process_on_record_and_nobody_who_got_its_numb
     on_record(process.identity)
     assert kill(tmp_path, "trainer-0") == ()
     assert kill(tmp_path, "engine-1") == (process.identity.pid,)
-    assert await asyncio.wait_for(process.wait(), 10) == -9
+    assert await asyncio.wait_for(process.wait(), 60) == -9
 
 
 def test_a_run_that_never_came_to_be_is_not_to_be_resumed(tmp_path: Path):

@@ -265,7 +265,7 @@ async def run(redis: Client, keys: Keys, redis_url: str, models: list[Path], tmp
 @pytest.mark.redis
 async def test_a_checkpoint_gives_the_very_tokens_that_an_engine_of_the_run_gives_and_is_recorded_in_it(run: Run, models: list[Path]):
     config = run.config(EvaluateConfig)
-    async with run.evaluation(concurrency=8) as (evaluation, _), run.engines(1), asyncio.timeout(100):
+    async with run.evaluation(concurrency=8) as (evaluation, _), run.engines(1), asyncio.timeout(300):
         await run.publish(1)
         await run.serves(0, "1:1")
         (outcome,), problem = await evaluation._outcomes(evaluate_module.Phase.PERIODIC, None)
@@ -313,7 +313,7 @@ async def test_work_ends_with_the_engine_it_needs():
         await alone.mark_unfit("e", "", "answers nonsense")
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(EngineFault, match="engine e answers nonsense"):
             await evaluate_module._unless(work(), fault(), alone.failed())
     assert cancelled.is_set()

@@ -61,7 +61,7 @@ class Runs:
     def config(self, run: str, steps: int) -> TrainerDaemonConfig:
         tables = {
             "run": {"name": run, "dir": str(self._folder / run), "seed": 1},
-            "redis": {"url": self.url, "deadline_s": 5.0},
+            "redis": {"url": self.url, "deadline_s": 60.0},
             "model": {"path": str(self._model)},
             "data": {"path": str(self._folder / "prompts.jsonl")},
             "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_new_tokens": 8},
@@ -164,7 +164,7 @@ async def test_a_live_run_is_forked_while_it_trains_and_both_end_whole(runs: Run
     runs.produce(first)
     presence = Presence(runs.client, Keys(first), "trainer", TrainerStatus)
     stop = asyncio.Event()
-    async with asyncio.timeout(110), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(500), asyncio.TaskGroup() as group:
         group.create_task(runs.train(first, 100_000, new=True, stop=stop), name="test:trainer")
         while not ((members := await presence.members()) and members[0].trained >= 6):
             await asyncio.sleep(0.02)

@@ -17,6 +17,7 @@ from deploy import snapshot
 from deploy.config import HttpConfig, ReaderConfig, bind, listen
 from deploy.http import app as http
 from deploy.snapshot import PictureSource, picture_source
+from producer.engine.sglang.ports import held_port
 from protocol.config import RedisConfig, RunConfig
 from protocol.connection import Client
 from protocol.errors import ConfigError
@@ -79,8 +80,8 @@ async def test_buffer_and_journal_say_what_is_set_aside_spilled_and_read(redis: 
     assert isinstance(ledger, RedisLedger)
     await ledger.follow("export", 1, ttl_s=60.0)
     trainer = TrainerStatus(trainer_id="trainer", incarnation=1, step=2, trained=1, spill_problem="No space left on device")
-    await Presence(redis, keys, "trainer", TrainerStatus).beat("trainer", trainer)
-    await Presence(redis, keys, "shadow", TrainerStatus).beat("shadow-b", TrainerStatus(trainer_id="shadow-b", trained=0))
+    await Presence(redis, keys, "trainer", TrainerStatus).beat("trainer", trainer, ttl_s=600.0)
+    await Presence(redis, keys, "shadow", TrainerStatus).beat("shadow-b", TrainerStatus(trainer_id="shadow-b", trained=0), ttl_s=600.0)
     async with service(PictureSource(redis, keys)) as get:
         buffer, journal = [(await get(f"/v1/{name}"))[1] for name in ("buffer", "journal")]
         _, text = await get("/metrics")
@@ -200,13 +201,12 @@ def test_port_0_means_no_service():
 
 
 async def test_serve_says_where_it_listens(redis: Client, keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
     url = f"unix://{redis.connection_pool.connection_kwargs['path']}"
-    config = ReaderConfig(run=RunConfig(name=keys.run, dir=str(tmp_path)), redis=RedisConfig(url=url), http=HttpConfig(port=port))
     stop = asyncio.Event()
     stop.set()
-    await http.serve(config, stop)
+    with held_port("127.0.0.1", key="port") as port:
+        config = ReaderConfig(run=RunConfig(name=keys.run, dir=str(tmp_path)), redis=RedisConfig(url=url), http=HttpConfig(port=port))
+        await http.serve(config, stop)
     said = capsys.readouterr().out
     assert f"listening on http://127.0.0.1:{port}: " in said
     assert all(path in said for path in http.PATHS)

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.redis
 
 async def test_a_server_of_ours_is_safe_for_a_run_and_keeps_its_data_over_a_restart(tmp_path: Path):
     async with redis_server(tmp_path / "data") as url:
-        client = connect(url, deadline_s=5.0)
+        client = connect(url, deadline_s=60.0)
         facts = await check_server(client, url=url)
         assert facts.maxmemory_policy == "noeviction"
         assert facts.appendonly
         await client.set("kept", "1")
         await client.aclose()
     async with redis_server(tmp_path / "data") as url:
-        client = connect(url, deadline_s=5.0)
+        client = connect(url, deadline_s=60.0)
         assert await client.get("kept") == b"1"
         await client.aclose()
     assert not socket_path(tmp_path / "data").exists()

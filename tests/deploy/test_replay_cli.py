@@ -61,7 +61,7 @@ class Trained:
 def tables(folder: Path, url: str, run: str) -> dict[str, dict[str, Any]]:
     return {
         "run": {"name": run, "dir": str(folder / run), "seed": 3},
-        "redis": {"url": url, "deadline_s": 5.0},
+        "redis": {"url": url, "deadline_s": 60.0},
         "model": {"path": str(folder / "model")},
         "data": {"path": str(folder / "rows.jsonl")},
         "rollout": {"group_size": 2, "max_prompt_tokens": 8, "max_new_tokens": 8},
@@ -143,9 +143,9 @@ async def produce(client: Client, keys: Keys) -> None:
 
 async def make_run(folder: Path, url: str, keys: Keys) -> None:
     config = validate(TrainerDaemonConfig, tables(folder, url, keys.run), source="test")
-    client = connect(url, deadline_s=5.0)
+    client = connect(url, deadline_s=60.0)
     try:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(300), asyncio.TaskGroup() as group:
             group.create_task(produce(client, keys))
             identity = identify(config.run, config.model, config.data, config.rollout)
             await run_trainer(config, RedisLedger(client, keys), client, keys, asyncio.Event(), new_as=identity)
@@ -157,7 +157,7 @@ def asked(url: str, keys: Keys, question: Callable[[RedisLedger], Any]) -> Any:
     """What `question` answers about a run."""
 
     async def ask() -> Any:
-        client = connect(url, deadline_s=5.0)
+        client = connect(url, deadline_s=60.0)
         try:
             return await question(RedisLedger(client, keys))
         finally:

@@ -76,7 +76,7 @@ class Staged:
     """A crew and its fleet on a cluster where whoever is started has ended at once, if it is in `ends`."""
 
     def __init__(self, ends: dict[str, int], **sections: dict[str, object]) -> None:
-        values = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": "d"}, "placement": {"wait_seconds": 0.3}} | sections
+        values = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"path": "d"}, "placement": {"wait_seconds": 60.0}} | sections
         self.config, self.fleet, self.ends = validate(UpConfig, values, source="test"), self, ends
         self.there, self.started = ["engine-0"], list[str]()
 
@@ -122,7 +122,7 @@ async def test_on_ray_who_has_ended_instead_is_told_and_gone_and_the_others_stay
 
 
 async def test_on_ray_who_has_not_announced_itself_in_time_is_told_and_stays():
-    crew = Staged({})
+    crew = Staged({}, placement={"wait_seconds": 0.3})
     with pytest.raises(Slow, match=r"^engine-1: not announced within placement\.wait_seconds = 0\.3"):
         await scaled(crew, 2, late="engine-1")
     assert crew.there == ["engine-0", "engine-1"]
@@ -177,6 +177,6 @@ async def test_without_an_up_the_command_says_how_to_do_it_by_hand(redis: Client
         await _scale_here(options, config)
     presence = Presence(redis, keys, LAUNCHER, LauncherStatus)
     for name in ("h:/a", "h:/b"):
-        await presence.beat(name, LauncherStatus(launcher_id=name))
+        await presence.beat(name, LauncherStatus(launcher_id=name), ttl_s=600.0)
     with pytest.raises(ConfigError, match=r"several `rollstream up` have this run \(h:/a, h:/b\)"):
         await _scale_here(options, config)

@@ -41,7 +41,7 @@ FULL = "prepare 1:1: version 1:1 cannot be copied to /dev/shm/r-relay: [Errno 28
 async def picture(redis: Client, keys: Keys, small_run: Make) -> Callable[..., Awaitable[Picture]]:
     """Of a run where engine 0 is a step behind because its machine is full, and engine 1 is well."""
     await small_run()
-    await Registry(redis, keys).beat(dataclasses.replace(engine(0, Version(1, 0)), trouble=FULL))
+    await Registry(redis, keys).beat(dataclasses.replace(engine(0, Version(1, 0)), trouble=FULL), ttl_s=600.0)
 
     async def take(**changes: Any) -> Picture:
         return await PictureSource(redis, keys, **changes).picture()
@@ -119,7 +119,7 @@ async def test_updates_are_counted_by_what_brought_them_and_those_of_the_store_a
     picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys
 ):
     registry = Registry(redis, keys)
-    await registry.beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store"))
+    await registry.beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store"), ttl_s=600.0)
     for way in ("gloo", "store", "store"):
         await registry.ack("engine-1", "nonce-1", Version(1, 1), times=UpdateTimes(transport=way))
     unknown, store, gloo = await picture(), await picture(transport="store"), await picture(transport="gloo")
@@ -146,31 +146,33 @@ async def test_a_weight_server_that_is_needed_and_missing_is_said_until_one_of_i
     if transport:
         text = metrics.exposition(before, keys.run).decode()
         assert f'rollstream_weight_server_missing{{run="{keys.run}"}} {float(needed)}' in text
-    await servers.beat("s0", WeightServerStatus(server_id="s0", url="u", device="cpu", backend="another"))
+    await servers.beat("s0", WeightServerStatus(server_id="s0", url="u", device="cpu", backend="another"), ttl_s=600.0)
     assert server_missing(await picture(transport=transport)) is needed
-    await servers.beat("s1", WeightServerStatus(server_id="s1", url="u", device="cpu", backend=transport))
+    await servers.beat("s1", WeightServerStatus(server_id="s1", url="u", device="cpu", backend=transport), ttl_s=600.0)
     after = await picture(transport=transport)
     assert server_missing(after) is False
     assert channel(after) == []
 
 
 async def test_an_engine_that_the_store_served_is_named_while_a_server_is_there(picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys):
-    await Presence(redis, keys, WEIGHT_SERVER, WeightServerStatus).beat("s", WeightServerStatus(server_id="s", url="u", device="cpu", backend="gloo"))
-    await Registry(redis, keys).beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store"))
+    await Presence(redis, keys, WEIGHT_SERVER, WeightServerStatus).beat(
+        "s", WeightServerStatus(server_id="s", url="u", device="cpu", backend="gloo"), ttl_s=600.0
+    )
+    await Registry(redis, keys).beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store"), ttl_s=600.0)
     await Registry(redis, keys).ack("engine-1", "nonce-1", Version(1, 1), times=UpdateTimes(transport="store"))
     assert channel(await picture(transport="gloo")) == [
         'weights.transport is "gloo", but engine-1 took 1:1 by store; 1 of 4 updates came from the store: the logs of the engines say what broke'
     ]
     assert channel(await picture(transport="store")) == []
-    await Registry(redis, keys).beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store", fleet="eval"))
+    await Registry(redis, keys).beat(dataclasses.replace(engine(1, Version(1, 1)), transport="store", fleet="eval"), ttl_s=600.0)
     assert channel(await picture(transport="gloo")) == [], "it is asked for what a server may be past"
 
 
 async def test_a_relay_that_is_behind_and_what_it_could_not_copy_are_seen(picture: Callable[..., Awaitable[Picture]], redis: Client, keys: Keys):
     relays = Presence(redis, keys, RELAY, RelayStatus)
     full = "version 1:1: No space left on device"
-    await relays.beat("a", RelayStatus(relay_id="a", folder="/f", version=Version(1, 0), trouble=full))
-    await relays.beat("b", RelayStatus(relay_id="b", folder="/f", version=Version(1, 1)))
+    await relays.beat("a", RelayStatus(relay_id="a", folder="/f", version=Version(1, 0), trouble=full), ttl_s=600.0)
+    await relays.beat("b", RelayStatus(relay_id="b", folder="/f", version=Version(1, 1)), ttl_s=600.0)
     await emit(redis, keys, "copy_failed", {"relay_id": "a", "folder": "/f", "version": "1:1", "reason": "No space left on device"})
     now = await picture()
     behind, level = live.carriers(now)
@@ -190,7 +192,7 @@ async def test_engines_that_producers_leave_alone_are_seen_with_the_reason(
 ):
     producers = Presence(redis, keys, "producer", ProducerStatus)
     for name, rests in (("p0", {"engine-1": "broke the connection"}), ("p1", {}), ("p2", {"engine-1": "answered 500"})):
-        await producers.beat(name, ProducerStatus(producer_id=name, resting=rests))
+        await producers.beat(name, ProducerStatus(producer_id=name, resting=rests), ttl_s=600.0)
     now = await picture()
     told = "engine-1 rests for p0, p2: broke the connection"
     assert rests_of(now) == [told]
@@ -220,7 +222,7 @@ async def test_how_many_processes_are_wanted_and_run_is_seen(
         given_up={"engine-1": "engine-1 cannot run like this (exit 2)"},
         host="h",
     )
-    await Presence(redis, keys, LAUNCHER, LauncherStatus).beat("h:/r", status)
+    await Presence(redis, keys, LAUNCHER, LauncherStatus).beat("h:/r", status, ttl_s=600.0)
     path = tmp_path / "run.toml"
     path.write_text(f'[run]\nname = "{keys.run}"\ndir = "{tmp_path}"\n[redis]\nurl = "{redis_url}"\n')
     await picture()

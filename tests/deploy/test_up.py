@@ -38,6 +38,7 @@ from deploy.up.resources import sessions
 from deploy.up.supervisor import Child, Role
 from producer.engine import host
 from producer.engine.sglang.engine import _GRACE_S
+from producer.engine.sglang.ports import held_port
 from producer.ray_actor import Settings
 from producer.ray_fleet import Left
 from protocol.config import RunConfig, load
@@ -86,7 +87,7 @@ def identity(path: Path, *, seed: int) -> RunIdentity:
 
 @contextlib.asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Client]:
-    client = connect(url, deadline_s=5.0)
+    client = connect(url, deadline_s=60.0)
     try:
         yield client
     finally:
@@ -198,7 +199,7 @@ async def test_a_given_redis_is_asked_whether_it_can_evict_and_whether_the_run_i
         path = write_config(tmp_path, redis=f'url = "{url}"')
         with pytest.raises(RunMissing, match="no run 't'"):
             await up(UpOptions(config=str(path), resume=True))
-        client = connect(url, deadline_s=5.0)
+        client = connect(url, deadline_s=60.0)
         await client.hset(Keys("t").state, "state", "open")
         with pytest.raises(RunExists, match="'t'"):
             await up(UpOptions(config=str(path), resume=False))
@@ -412,16 +413,15 @@ async def test_it_says_where_it_listens_and_that_it_was_stopped(tmp_path: Path, 
         return Waiting(redis)
 
     monkeypatch.setattr(up_main, "plan", waiting)
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
-    path = write_config(tmp_path, http=f"port = {port}")
-    task = asyncio.create_task(up(UpOptions(config=str(path), resume=False)))
-    async with asyncio.timeout(60.0):
-        while not here.exists() and not task.done():
-            await asyncio.sleep(0)
-        if not task.done():  # then somebody handles it
-            os.kill(os.getpid(), signal.SIGINT)
-        await task
+    with held_port("127.0.0.1", key="port") as port:
+        path = write_config(tmp_path, http=f"port = {port}")
+        task = asyncio.create_task(up(UpOptions(config=str(path), resume=False)))
+        async with asyncio.timeout(300.0):
+            while not here.exists() and not task.done():
+                await asyncio.sleep(0.01)
+            if not task.done():  # then somebody handles it
+                os.kill(os.getpid(), signal.SIGINT)
+            await task
     said = capsys.readouterr().out
     assert said.count(f"listening on http://127.0.0.1:{port}: ") == 1
     assert "run t was stopped before it had begun" in said
@@ -512,7 +512,7 @@ def test_what_a_child_starts_in_a_session_of_its_own_is_counted_with_it(tmp_path
         assert set(members[child.pid]) == {child.pid, grandchild.pid}
         assert members[grandchild.pid] == [grandchild.pid]
         child.communicate(b"\n")
-    grandchild.wait(30)
+    grandchild.wait(60)
 
 
 def test_weights_that_were_copied_half_are_named(tmp_path: Path):
@@ -536,10 +536,10 @@ async def test_healthy_is_who_announces_itself_from_the_process_we_found(
 ):
     monkeypatch.setattr(up_main, "_HEALTH_S", 1.0)
     await small_run()
-    await Presence(redis, keys, "producer", ProducerStatus).beat("producer-0", ProducerStatus(producer_id="producer-0", pid=4242))
-    await Presence(redis, keys, RELAY, RelayStatus).beat("relay", RelayStatus(relay_id="relay", folder="", pid=4244))
+    await Presence(redis, keys, "producer", ProducerStatus).beat("producer-0", ProducerStatus(producer_id="producer-0", pid=4242), ttl_s=600.0)
+    await Presence(redis, keys, RELAY, RelayStatus).beat("relay", RelayStatus(relay_id="relay", folder="", pid=4244), ttl_s=600.0)
     server = WeightServerStatus(server_id="server", url="", device="cpu", backend="gloo", pid=4245)
-    await Presence(redis, keys, WEIGHT_SERVER, WeightServerStatus).beat("server", server)
+    await Presence(redis, keys, WEIGHT_SERVER, WeightServerStatus).beat("server", server, ttl_s=600.0)
     source = PictureSource(redis, keys)
     healthy = {Child(Role.PRODUCER, 0): 4242, Child(Role.RELAY): 4244, Child(Role.WEIGHT_SERVER): 4245}
     assert await up_main._healthy(source, {**healthy, Child(Role.PRODUCER, 1): 4243, Child(Role.REDIS): 1}) == set(healthy)

@@ -132,7 +132,7 @@ async def test_an_engine_is_compared_with_what_was_published_and_a_change_is_nam
         capsys.readouterr()
         right = {"engine_id": engine.engine_id, "version": "1:1", "verdict": "same", "why": "", "lag_steps": 0, "trouble": ""}
         assert await check(capsys, path) == (0, [right])
-        await EngineControl(session, engine.url, api_key=user, admin_key=admin).update_from_disk(str(model), "1:1", deadline_s=20.0)
+        await EngineControl(session, engine.url, api_key=user, admin_key=admin).update_from_disk(str(model), "1:1", deadline_s=60.0)
         code, (found,) = await check(capsys, path)
         assert (code, found["verdict"]) == (1, "differs")
         assert "the first model." in found["why"]
@@ -192,7 +192,7 @@ async def test_an_engine_that_holds_what_it_says_and_is_left_behind_is_flagged(
         await redis.hset(keys.state, "trained", trained)
         registry = Registry(redis, keys)
         gone = dataclasses.replace(engine, engine_id=EngineId("z-copy"), boot_nonce="z", trouble=trouble)
-        await registry.beat(gone)
+        await registry.beat(gone, ttl_s=600.0)
         await registry.ack("z-copy", "z", Version(1, 1))
         capsys.readouterr()
         found, rows = await check(capsys, path)
@@ -223,7 +223,7 @@ async def test_who_has_answered_is_told_while_another_is_waited_for_and_stays_to
             last = dataclasses.replace(engine, engine_id=EngineId("z-silent"), boot_nonce="z", url=f"http://127.0.0.1:{port}")
             gone = dataclasses.replace(engine, engine_id=EngineId("a-gone"), boot_nonce="a", url="http://127.0.0.1:1")
             for one in (last, gone):
-                await Registry(redis, keys).beat(one)
+                await Registry(redis, keys).beat(one, ttl_s=600.0)
             capsys.readouterr()
             config = load(weights_check.WeightsCheckConfig, str(path))
             asked = asyncio.create_task(weights_check.check_run(config, redis_url, weights_check._Lines()))

@@ -138,11 +138,11 @@ class Stage:
     def values(self, **sections: dict[str, Any]) -> dict[str, Any]:
         base: dict[str, Any] = {
             "run": {"name": self.keys.run, "dir": str(self.folder / "run")},
-            "redis": {"url": self.url, "deadline_s": 5.0},
+            "redis": {"url": self.url, "deadline_s": 60.0},
             "model": {"path": str(self.folder / "model")},
             "data": {"path": str(self.folder / "train.jsonl")},
             "rollout": {"group_size": 2, "max_new_tokens": 8},
-            "producer": {"max_inflight_groups": 2, "sample_deadline_seconds": 5.0, "group_deadline_seconds": 20.0, "drain_seconds": 1.0},
+            "producer": {"max_inflight_groups": 2, "sample_deadline_seconds": 60.0, "group_deadline_seconds": 300.0, "drain_seconds": 1.0},
         }
         for section, values in sections.items():
             base[section] = base.get(section, {}) | values
@@ -163,7 +163,7 @@ class Stage:
     async def create(self, config: ProducerDaemonConfig, **settings: Any) -> Prepared:
         """The run, with a trainer attached at step 0."""
         prepared = prepare(config)
-        await self.ledger.create(prepared.identity, BufferConfig(**({"groups_per_step": 2, "slot_seconds": 30.0} | settings)))
+        await self.ledger.create(prepared.identity, BufferConfig(**({"groups_per_step": 2, "slot_seconds": 600.0} | settings)))
         await self.ledger.attach(None, trainer_id="t")
         return prepared
 
@@ -180,7 +180,7 @@ class Stage:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        await self.registry.beat(engine.status(), ttl_s=60.0)
+        await self.registry.beat(engine.status(), ttl_s=600.0)
         await self.registry.ack(name, engine.nonce, Version.parse(version))
         return engine
 

@@ -130,7 +130,7 @@ class StreamingEngine:
 async def register(registry: Any, name: str, url: str, *, version: str = "1:0", nonce: str = "boot:1", **fields: Any) -> None:
     """The engine at `url` is routable at `version`."""
     status = EngineStatus(engine_id=name, boot_nonce=nonce, url=url, state=EngineState.STARTING, **({"kind": "embedded"} | fields))
-    await registry.beat(status, ttl_s=60.0)
+    await registry.beat(status, ttl_s=600.0)
     await registry.ack(name, nonce, Version.parse(version))
 
 

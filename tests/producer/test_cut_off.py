@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from producer import breaker
 from producer.engine.client import EngineClient, Sampling, open_session
 from producer.pool import EnginePool
 from producer.rollout import Finished, GroupMaker
@@ -31,7 +32,7 @@ class Bench:
     def __init__(self, stage: Any, config: Any, prepared: Any, client: EngineClient) -> None:
         self.stage, self.config, self.client = stage, config, client
         self.pool = EnginePool(
-            stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0, router_url=config.producer.router_url, on_engines=client.progress.heard
+            stage.registry, stage.ledger, stage.wakeups, deadline_s=60.0, router_url=config.producer.router_url, on_engines=client.progress.heard
         )
         self.sampler = Sampler(pool=self.pool, client=client, grader=prepared.grader, config=config.producer, decode=prepared.decode)
         self.chosen = PromptSource(prepared.prompts, seed=0).choose(0)
@@ -61,7 +62,7 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def bench(stage: Any, *, progress_s: float = 30.0, stream: bool = True, **producer: Any) -> AsyncIterator[Bench]:
-    config = stage.config(producer={"sample_retries": 0, "sample_deadline_seconds": 20.0, "group_deadline_seconds": 60.0} | producer)
+    config = stage.config(producer={"sample_retries": 0, "sample_deadline_seconds": 60.0, "group_deadline_seconds": 300.0} | producer)
     prepared = await stage.create(config)
     async with open_session() as session:
         made = Bench(stage, config, prepared, EngineClient(session, stream=stream, progress_s=progress_s))
@@ -133,7 +134,7 @@ async def test_what_an_engine_calls_failed_is_not_kept(stage: Any) -> None:
 
 async def test_tokens_survive_the_deadline_of_a_request(stage: Any) -> None:
     first, second = StreamingEngine(behave=lambda _: Ill(after=5, how="hang")), StreamingEngine()
-    async with bench(stage, sample_deadline_seconds=0.3) as at, first.serving(), second.serving():
+    async with bench(stage, sample_deadline_seconds=5.0) as at, first.serving(), second.serving():
         await at.add("a", first)
         await at.add("b", second)
         assert at.is_whole(await at.sample())
@@ -168,7 +169,7 @@ async def test_a_wedged_engine_is_told_from_a_paused_one(stage: Any) -> None:
     async with bench(stage, progress_s=1.0, sample_deadline_seconds=60.0) as at, paused.serving(), wedged.serving():
         await at.add("paused", paused)
         held = asyncio.create_task(at.sample(), name="held")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while not paused.looks:
                 await asyncio.sleep(0.01)
         assert not held.done()
@@ -193,8 +194,12 @@ async def test_a_wedged_engine_is_told_from_a_paused_one(stage: Any) -> None:
         ("400", "rejects what others take"),
     ],
 )
-async def test_an_engine_whose_answers_are_of_no_use_is_out_with_its_reason_and_nothing_else_stops(stage: Any, how: str, reason: str) -> None:
+async def test_an_engine_whose_answers_are_of_no_use_is_out_with_its_reason_and_nothing_else_stops(
+    stage: Any, how: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A wrong key, no engine, no engine of ours, another model: no group fails for it."""
+    for name in ("FIRST_REST_S", "LONGEST_REST_S", "FIRST_EXILE_S", "LONGEST_EXILE_S"):
+        monkeypatch.setattr(breaker, name, 3600.0)
     bad, good = StreamingEngine(), StreamingEngine()
     if how.isdigit():
         bad.behave = lambda _: Ill(how=how)
@@ -231,7 +236,7 @@ async def test_with_nobody_but_an_engine_that_refuses_samples_wait_and_fail_no_g
     async with bench(stage, sample_retries=1) as at, bad.serving(), good.serving():
         await at.add("bad", bad)
         waiting = asyncio.gather(*(at.sample() for _ in range(4)))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while (await at.status("bad")).state is not EngineState.UNFIT or len(at.pool._waiting) < 4:
                 await asyncio.sleep(0.01)
         assert at.pool.waiting_since > 0

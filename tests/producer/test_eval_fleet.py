@@ -99,7 +99,7 @@ class Run:
 
     async def serves(self, index: int, version: str) -> None:
         name = f"{self.keys.run}-engine-{index}"
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while True:
                 mark = self.waker.mark(Topic.ENGINES)
                 found = {one.engine_id: one for one in await self.registry.engines() if one.state is EngineState.ROUTABLE}
@@ -125,7 +125,7 @@ class Run:
         await self.ledger.create(prepared.identity, BufferConfig())
         await self.ledger.attach(None, trainer_id="t")
         await self.publish(0)
-        pool = EnginePool(self.registry, self.ledger, self.waker, deadline_s=5.0)
+        pool = EnginePool(self.registry, self.ledger, self.waker, deadline_s=60.0)
         sampler = Asked(pool=pool, client=EngineClient(self.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
         watch = asyncio.create_task(pool.watch(), name="watch")
         try:
@@ -143,12 +143,12 @@ class Run:
                         pool=pool,
                         wakeups=self.waker,
                         separate=config.eval.engines > 0,
-                        redis_deadline_s=5.0,
+                        redis_deadline_s=60.0,
                     ),
                     election=Election(self.client, self.keys, every_s=3600.0),
                     wakeups=self.waker,
                     producer_id="p",
-                    redis_deadline_s=5.0,
+                    redis_deadline_s=60.0,
                 ),
                 sampler,
             )
@@ -183,7 +183,7 @@ async def test_every_sample_of_a_fleet_of_its_own_is_of_the_pinned_version_while
             await run.publish(n)
             await run.serves(0, f"1:{n}")
 
-    async with run.evaluation(**fleet["eval"]) as (evaluation, sampler), run.engines(2, **fleet), asyncio.timeout(100):
+    async with run.evaluation(**fleet["eval"]) as (evaluation, sampler), run.engines(2, **fleet), asyncio.timeout(300):
         when(sampler, ROWS // 2, train_on)
         await evaluation.first()
         assert [spans_of(sampled) for sampled in sampler.samples] == [{"1:0"}] * ROWS
@@ -208,7 +208,7 @@ async def test_on_shared_engines_the_record_names_what_they_served_and_counts_wh
         await run.publish(1)
         await run.serves(0, "1:1")
 
-    async with run.evaluation() as (evaluation, sampler), run.engines(1), asyncio.timeout(100):
+    async with run.evaluation() as (evaluation, sampler), run.engines(1), asyncio.timeout(300):
         when(sampler, 5, train_on)
         await evaluation.first()
         assert [spans_of(sampled) for sampled in sampler.samples] == [{"1:0"}] * 4 + [{"1:1"}] * (ROWS - 4)

@@ -73,14 +73,14 @@ async def test_work_is_cancelled_when_the_lock_has_gone_to_another(stage: Any, m
             raise
 
     await mine.claim(Phase.PERIODIC)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         assert await mine.holding(Phase.PERIODIC, "", work()) is None
     assert cancelled.is_set()
     assert (await other.claim(Phase.PERIODIC))[0] is Turn.MINE
 
 
 def pinning_of(stage: Any, pool: EnginePool, *, separate: bool) -> Pinning:
-    return Pinning(stage.redis, stage.keys, holder="p", ledger=stage.ledger, pool=pool, wakeups=stage.wakeups, separate=separate, redis_deadline_s=5.0)
+    return Pinning(stage.redis, stage.keys, holder="p", ledger=stage.ledger, pool=pool, wakeups=stage.wakeups, separate=separate, redis_deadline_s=60.0)
 
 
 async def evaluation_of(stage: Any, **config: Any) -> Evaluation:
@@ -89,7 +89,7 @@ async def evaluation_of(stage: Any, **config: Any) -> Evaluation:
     daemon = stage.config(eval={"path": str(held_out)} | config)
     prepared = await stage.create(daemon)
     assert prepared.held_out
-    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=60.0)
     await pool.refresh()
     sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=daemon.producer, decode=prepared.decode)
     return Evaluation(
@@ -101,7 +101,7 @@ async def evaluation_of(stage: Any, **config: Any) -> Evaluation:
         election=election(stage, config.get("every_seconds", 3600.0)),
         wakeups=stage.wakeups,
         producer_id="p",
-        redis_deadline_s=5.0,
+        redis_deadline_s=60.0,
     )
 
 
@@ -112,7 +112,7 @@ async def test_an_evaluation_counts_what_failed_and_names_every_version_that_ser
     engine.versions = [("1:0", 2), ("2:0", 2)]
     evaluation = await evaluation_of(stage, samples=4, concurrency=1)
     await stage.ledger.attach(None, trainer_id="second")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         await evaluation.first()
         await evaluation.first()
     (event,) = await stage.audit("eval")
@@ -126,7 +126,7 @@ async def test_a_first_evaluation_of_which_nothing_comes_is_recorded_as_failed_a
     engine = await stage.engine("a")
     engine.behave = lambda _: 400
     evaluation = await evaluation_of(stage, samples=2)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         await evaluation.first()
         await evaluation.first()
     assert await stage.audit("eval") == []
@@ -141,7 +141,7 @@ async def test_the_final_evaluation_takes_what_there_is_when_no_engine_serves_th
     await stage.engine("a")
     evaluation = await evaluation_of(stage, samples=2, final_deadline_seconds=0.3)
     await evaluation._pinning._pool.refresh()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         await evaluation.final(Version(1, 9))
     (event,) = await stage.audit("eval")
     assert (event["phase"], event["version"], event["versions"]) == ("final", "1:0", ["1:0"])
@@ -154,7 +154,7 @@ async def test_periodic_evaluations_are_not_done_twice_by_two_producers(stage: A
     for evaluation in (first, second):
         await evaluation._pinning._pool.refresh()
     tasks = [asyncio.create_task(evaluation.periodic(), name="periodic") for evaluation in (first, second)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while True:
             mark = stage.wakeups.mark(Topic.RUN)
             if len(await stage.audit("eval")) >= 3:

@@ -47,9 +47,9 @@ class Parts:
         self.stage = stage
         self.presence = Told(stage.redis, stage.keys)
         self.loop = loop = ProducerLoop(
-            config.producer, ProducerStatus(producer_id="p"), presence=self.presence, slot_s=0.1, redis_deadline_s=5.0, stall_s=1e-6, teacher=teacher
+            config.producer, ProducerStatus(producer_id="p"), presence=self.presence, slot_s=0.1, redis_deadline_s=60.0, stall_s=1e-6, teacher=teacher
         )
-        self.pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0, on_status=loop.on_status)
+        self.pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=60.0, on_status=loop.on_status)
         self.sampler = Sampler(pool=self.pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
         sampling = Sampling(max_new_tokens=8)
         self.work = GroupWork(
@@ -58,7 +58,7 @@ class Parts:
             GroupMaker(self.sampler, sampling, group_size=2, group_filter=config.producer.filter, producer_id="p", owner="o" * 16, teacher=teacher),
             max_inflight=2,
             max_bytes=4096,
-            redis_deadline_s=5.0,
+            redis_deadline_s=60.0,
             closing=loop.closing,
             on_run_ended=loop.on_run_ended,
         )
@@ -69,7 +69,7 @@ class Parts:
             pool=self.pool,
             wakeups=stage.wakeups,
             separate=config.eval.engines > 0,
-            redis_deadline_s=5.0,
+            redis_deadline_s=60.0,
         )
         self.evaluation = Evaluation(
             config.eval,
@@ -80,7 +80,7 @@ class Parts:
             election=Election(stage.redis, stage.keys, every_s=3600.0),
             wakeups=stage.wakeups,
             producer_id="p",
-            redis_deadline_s=5.0,
+            redis_deadline_s=60.0,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -99,7 +99,7 @@ async def test_a_first_evaluation_that_blocks_the_run_is_the_edge_it_reports_and
     presence, engine = parts.presence, await stage.engine("a")
     engine.behave = lambda _: "hang"
     stop = asyncio.Event()
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         tasks.create_task(parts.run(stop), name="loop")
         await engine.arrived.wait()
         while (status := await presence.news.get()).waiting_for is not Edge.FIRST_EVALUATION:
@@ -122,7 +122,7 @@ async def test_a_run_without_a_live_trainer_is_swept_by_its_producers(stage: Any
     await stage.redis.set(left, b"of a process that died before it deleted it")
     await stage.redis.sadd(stage.keys.key("doomed"), "77:1:token")
     ledger, stop = RedisLedger(stage.redis, stage.keys, cluster=True), asyncio.Event()
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         tasks.create_task(parts.loop.run(stop, ledger=ledger, pool=parts.pool, work=parts.work, sampler=parts.sampler, evaluation=None), name="loop")
         while await stage.redis.exists(left):
             await parts.presence.news.get()
@@ -133,8 +133,9 @@ async def test_a_run_without_a_live_trainer_is_swept_by_its_producers(stage: Any
 async def test_a_first_evaluation_on_engines_of_its_own_holds_up_no_group(stage: Any) -> None:
     parts = await parts_of(stage, engines=1)
     await stage.engine("a")
+    await parts.pool.refresh()
     stop = asyncio.Event()
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         tasks.create_task(parts.run(stop), name="loop")
         while (status := await parts.presence.news.get()).groups_put < 2:
             assert status.waiting_for not in (Edge.FIRST_EVALUATION, Edge.NO_ENGINE)
@@ -146,13 +147,13 @@ async def test_a_producer_says_what_full_engines_allow_and_since_when_it_has_non
     parts, engine = await parts_of(stage), await stage.engine("a")
     engine.behave = lambda _: "hang"
     stop, news = asyncio.Event(), parts.presence.news
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         life = parts.loop.run(stop, ledger=stage.ledger, pool=parts.pool, work=parts.work, sampler=parts.sampler, evaluation=None)
         tasks.create_task(life, name="loop")
         while (status := await news.get()).inflight_groups < 2:
             pass
         assert status.inflight_limit == 0
-        await stage.registry.beat(dataclasses.replace(engine.status(), kv_usage=0.95, running=4), ttl_s=60.0)
+        await stage.registry.beat(dataclasses.replace(engine.status(), kv_usage=0.95, running=4), ttl_s=600.0)
         await parts.pool.refresh()
         while (await news.get()).inflight_limit != 1:
             pass
@@ -172,7 +173,7 @@ async def test_a_producer_says_which_engines_it_leaves_alone_and_why(stage: Any)
     parts, engine = await parts_of(stage), await stage.engine("a")
     engine.behave = lambda _: "drop"
     stop, news = asyncio.Event(), parts.presence.news
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         life = parts.loop.run(stop, ledger=stage.ledger, pool=parts.pool, work=parts.work, sampler=parts.sampler, evaluation=None)
         tasks.create_task(life, name="loop")
         while "broke the connection" not in (await news.get()).resting.get("a", ""):
@@ -188,7 +189,7 @@ async def test_while_no_teacher_answers_groups_keep_their_slots_and_the_producer
     parts = Parts(stage, await stage.create(config), config)
     await stage.engine("a")
     stop, news = asyncio.Event(), parts.presence.news
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         life = parts.loop.run(stop, ledger=stage.ledger, pool=parts.pool, work=parts.work, sampler=parts.sampler, evaluation=None)
         tasks.create_task(life, name="loop")
         while (status := await news.get()).waiting_for is not Edge.NO_TEACHER:

@@ -43,7 +43,7 @@ async def start(config: Path, *arguments: str, piped: bool = False) -> asyncio.s
 async def said(process: asyncio.subprocess.Process, words: str) -> None:
     """Returns once the producer has logged `words`."""
     assert process.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while words not in (line := (await process.stderr.readline()).decode()):
             assert line, f"ended without saying {words!r}"
 
@@ -52,7 +52,7 @@ async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str
     """Exit code and messages."""
     log = stage.folder / "run.log"
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             code = await process.wait()
     except TimeoutError:
         process.kill()
@@ -63,7 +63,7 @@ async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str
 
 async def until(stage: Any, condition: Any, *topics: Topic) -> Any:
     """The status of the ledger once `condition(status)` holds."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while True:
             mark = stage.wakeups.mark(*topics)
             status = await stage.ledger.status()
@@ -195,7 +195,7 @@ class OwnRedis:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             self.process = None
 
 

@@ -55,7 +55,7 @@ async def test_it_asks_for_the_newest_version_and_only_engines_of_its_own_that_s
     evaluation = await evaluation_of(stage, samples=4, engines=1)
     await publish(stage, 0)
     await publish(stage, 1)
-    async with watching(evaluation), asyncio.timeout(20):
+    async with watching(evaluation), asyncio.timeout(100):
         assert not evaluation.holds_up
         task = asyncio.create_task(evaluation.periodic(), name="periodic")
         await stage.redis.hset(stage.keys.state, "trained", 2)
@@ -81,7 +81,7 @@ async def test_the_first_one_is_of_version_0_also_when_training_is_past_it(stage
     evaluation = await evaluation_of(stage, samples=2, engines=1)
     for n in range(3):
         await publish(stage, n)
-    async with watching(evaluation), asyncio.timeout(20):
+    async with watching(evaluation), asyncio.timeout(100):
         await evaluation.first()
     (event,) = await stage.audit("eval")
     assert (event["phase"], event["version"], event["pinned"], len(own.requests)) == ("first", "1:0", True, 2)
@@ -94,7 +94,7 @@ async def test_a_sample_of_another_version_than_the_one_it_is_pinned_to_is_taken
     for n in (0, 1):
         await publish(stage, n)
     await stage.redis.hset(stage.keys.state, "trained", 2)
-    async with watching(evaluation), asyncio.timeout(20):
+    async with watching(evaluation), asyncio.timeout(100):
         outcomes, problem = await evaluation._outcomes(evaluation_module.Phase.PERIODIC, None)
     (outcome,) = outcomes
     assert (len(outcome.answers), outcome.failed) == (1, 1)
@@ -114,7 +114,7 @@ async def test_without_such_engines_it_is_given_up_in_time_and_the_next_one_may_
     rollouts = await stage.engine("a")
     evaluation = await evaluation_of(stage, samples=2, engines=1, deadline_seconds=0.2)
     await publish(stage, 0)
-    async with watching(evaluation), asyncio.timeout(20):
+    async with watching(evaluation), asyncio.timeout(100):
         await evaluation.first()
     (failure,) = await stage.audit("eval_failed")
     assert "eval.deadline_seconds = 0.2" in failure["problem"]
@@ -127,7 +127,7 @@ async def test_the_final_one_asks_engines_of_the_run_where_none_of_its_own_comes
     evaluation = await evaluation_of(stage, samples=2, engines=1, final_deadline_seconds=0.4)
     for n in (0, 1):
         await publish(stage, n)
-    async with watching(evaluation), asyncio.timeout(20):
+    async with watching(evaluation), asyncio.timeout(100):
         await evaluation.final(Version(1, 1))
     (event,) = await stage.audit("eval")
     assert (event["phase"], event["version"], event["pinned"], len(rollouts.requests)) == ("final", "1:1", True, 2)
@@ -139,7 +139,7 @@ async def test_several_sets_are_evaluated_at_one_version_and_recorded_together(s
     hard = stage.folder / "hard.jsonl"
     hard.write_text('{"prompt": "?1", "label": "no"}\n{"prompt": "?2", "label": "1234"}\n{"prompt": "?3", "label": "no"}\n')
     evaluation = await evaluation_of(stage, samples=4, sets={"hard": str(hard)})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         await evaluation.first()
     events = await stage.audit("eval")
     assert [(event["set"], event["samples"], event["exact"], event["version"]) for event in events] == [

@@ -28,7 +28,7 @@ from protocol.versions import Version
 
 
 async def maker_of(stage: Any, config: Any, prepared: Any, group_filter: GroupFilter = GroupFilter.NONE, **options: Any) -> tuple[GroupMaker, Sampler]:
-    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=60.0)
     await pool.refresh()
     sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     maker = GroupMaker(sampler, Sampling(max_new_tokens=8), group_size=2, group_filter=group_filter, producer_id="p", owner="o" * 16, **options)
@@ -220,7 +220,7 @@ async def test_a_group_waits_for_a_blob_store_that_refuses(stage: Any, tmp_path:
     await stage.engine("a")
     maker, _ = await maker_of(stage, config, prepared, blobs=store, blob_bytes=1000)
     slot = await slot_of(stage)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         making = tasks.create_task(maker.make(slot, PromptSource(prepared.prompts, seed=0).choose(slot.seq)))
         await asked.wait()
         in_the_way.unlink()

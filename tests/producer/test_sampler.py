@@ -19,7 +19,7 @@ from protocol.messages import EngineState, EngineStatus
 async def sampler_of(stage: Any, **producer: Any) -> tuple[Sampler, EnginePool, Any]:
     config = stage.config(producer=producer)
     prepared = await stage.create(config)
-    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=60.0)
     sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     return sampler, pool, PromptSource(prepared.prompts, seed=0).choose(0)
 

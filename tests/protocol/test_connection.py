@@ -23,7 +23,7 @@ BEAT = Script("protocol", "lua/presence_beat.lua")
 
 
 @contextlib.asynccontextmanager
-async def client_of(url: str, *, deadline_s: float = 20.0) -> AsyncIterator[Client]:
+async def client_of(url: str, *, deadline_s: float = 60.0) -> AsyncIterator[Client]:
     client = connect(url, deadline_s=deadline_s)
     try:
         yield client
@@ -40,7 +40,7 @@ async def evicting_server(folder: Path) -> AsyncIterator[str]:
         yield command.url
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)
 
 
 async def test_a_safe_server_tells_its_facts(redis: Client, redis_url: str) -> None:
@@ -189,7 +189,7 @@ async def test_a_cancelled_command_leaves_the_client_usable(redis: Client, keys:
 
 async def test_a_server_that_takes_no_writes_is_unavailable_with_its_reason(tmp_path: Path) -> None:
     write = Script("protocol", "lua/emit.lua")
-    async with redis_server(tmp_path) as url, client_of(url, deadline_s=1.0) as client:
+    async with redis_server(tmp_path) as url, client_of(url, deadline_s=60.0) as client:
         await client.config_set("maxmemory", 1)
         with pytest.raises(RedisUnavailable, match="at maxmemory"):
             await write(client, keys=["k"], args=["op", "{}"])
@@ -207,10 +207,10 @@ async def test_a_server_that_takes_no_writes_is_unavailable_with_its_reason(tmp_
 
 async def test_at_maxmemory_everyone_still_announces_itself_and_events_are_kept(tmp_path: Path) -> None:
     keys = Keys("full")
-    async with redis_server(tmp_path) as url, client_of(url, deadline_s=1.0) as client:
+    async with redis_server(tmp_path) as url, client_of(url, deadline_s=60.0) as client:
         await client.config_set("maxmemory", 1)
         here = Presence(client, keys, "producer", ProducerStatus)
-        await here.beat("a", ProducerStatus(producer_id="a"))
+        await here.beat("a", ProducerStatus(producer_id="a"), ttl_s=600)
         assert [one.producer_id for one in await here.members()] == ["a"]
         await emit(client, keys, "prepare_failed", {"engine_id": "e0"})
         assert await client.xlen(keys.audit) == 1

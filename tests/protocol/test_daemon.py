@@ -40,7 +40,7 @@ def daemon(body: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     return process.returncode, errors
 
 
@@ -176,4 +176,4 @@ for module in pkgutil.iter_modules(protocol.__path__):
     importlib.import_module(f"protocol.{module.name}")
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ import pytest_asyncio
 from aiohttp import web
 
 from protocol.audit import event
+from protocol.errors import EngineUnavailable
 from protocol.messages import EngineState, EngineStatus
 from protocol.versions import Version
 from protocol.wakeups import Topic, Wakeups, wakeups
+from weightsync import claim as claim_module
+from weightsync import reconciler as reconciler_module
 from weightsync.channel import Channel
 from weightsync.config import WeightsConfig
 from weightsync.control import EngineControl
@@ -70,6 +73,8 @@ class ControlServer:
         self.stage: deque[str] = deque()
         self.hold: asyncio.Event | None = None
         self.entered = asyncio.Event()
+        self.hangs = asyncio.Event()
+        """Set by a call that is never answered, once it is here."""
         self.closed = asyncio.Event()
         self.paused_count: Callable[[int], None] = lambda _: None
         self.before_continue: Callable[[], Awaitable[None]] | None = None
@@ -141,6 +146,7 @@ class ControlServer:
         if self.hold is not None:
             await self.hold.wait()
         if stage == "hang":
+            self.hangs.set()
             await self.closed.wait()
             return web.Response(status=503)
         if stage == "drop":
@@ -164,6 +170,8 @@ class ControlServer:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await self._note(request)
+        if self.silent:
+            self.hangs.set()
         await (self.closed if self.silent else self._going).wait()
         count = body["sampling_params"]["max_new_tokens"]
         meta: dict[str, Any] = {"weight_version": self.token_version, "finish_reason": {"type": "length", "length": count}}
@@ -200,6 +208,32 @@ class ControlServer:
         return web.json_response({"success": closed, "message": message}, status=200 if closed else 400)
 
 
+class Hasty(EngineControl):
+    """Gives up a call that is never answered as soon as the server has it, and is as patient as it is asked to be with all others: a machine that stands still
+    for a while makes no difference.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, server: ControlServer) -> None:
+        super().__init__(session, server.url)
+        self._server = server
+
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, once: bool = False
+    ) -> tuple[int, Mapping[str, Any]]:
+        self._server.hangs.clear()
+        asked = asyncio.create_task(super()._answer(method, path, body, deadline_s, once=once), name="test:asked")
+        hangs = asyncio.create_task(self._server.hangs.wait(), name="test:hangs")
+        try:
+            await asyncio.wait({asked, hangs}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise EngineUnavailable(f"{self.url}{path}: no answer within 0.0 s")
+            return asked.result()
+        finally:
+            for task in (asked, hangs):
+                task.cancel()
+            await asyncio.gather(asked, hangs, return_exceptions=True)
+
+
 class Rig:
     """One run: its channel, store, registry and whatever engines a test starts."""
 
@@ -227,9 +261,11 @@ class Rig:
     def server(self, boot_nonce: str, settings: dict[str, Any] | None = None) -> contextlib.AbstractAsyncContextManager[ControlServer]:
         return ControlServer(boot_nonce, settings).serving()
 
-    def reconciler(self, engine_id: str, server: ControlServer, *, idle: bool = False, primary: Transport | None = None, **settings: Any) -> Reconciler:
-        """`primary`: a way to try before the store."""
-        control = EngineControl(self.session, server.url)
+    def reconciler(
+        self, engine_id: str, server: ControlServer, *, idle: bool = False, hasty: bool = False, primary: Transport | None = None, **settings: Any
+    ) -> Reconciler:
+        """`primary`: a way to try before the store. `hasty`: with the control of that name."""
+        control = Hasty(self.session, server) if hasty else EngineControl(self.session, server.url)
         return Reconciler(
             engine_id,
             server.boot_nonce,
@@ -249,7 +285,7 @@ class Rig:
         """An engine with its reconciler."""
         async with ControlServer(boot, about).serving() as server:
             server.stage.extend(stage)
-            await self.registry.beat(self.status(engine_id, boot, server.url), ttl_s=60)
+            await self.registry.beat(self.status(engine_id, boot, server.url), ttl_s=600)
             async with self.running(self.reconciler(engine_id, server, idle=idle, **settings)):
                 yield server
 
@@ -307,6 +343,14 @@ def store(tmp_path: Path, model_path: Path) -> DirectoryStore:
 @pytest.fixture
 def snapshot() -> Callable[[Version], Snapshot]:
     return make_snapshot
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for some seconds costs no reconciler its lock, and no engine the time in which it is asked or let go."""
+    for where, name in ((claim_module, "LOCK_S"), (reconciler_module, "LOCK_S"), (reconciler_module, "RESUME_S"), (reconciler_module, "_ASK_S")):
+        monkeypatch.setattr(where, name, 60.0)
+    monkeypatch.setattr(reconciler_module, "_CLEANUP_S", 60.0)
 
 
 @pytest_asyncio.fixture

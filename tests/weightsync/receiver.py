@@ -22,7 +22,7 @@ import xxhash
 from aiohttp import web
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
 
-_TIMEOUT = timedelta(seconds=5)
+_TIMEOUT = timedelta(seconds=60)
 
 
 class Receiver:

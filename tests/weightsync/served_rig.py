@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 
 from protocol.config import RunConfig
 from protocol.messages import EngineId, Manifest, WeightServerStatus
@@ -25,10 +26,15 @@ from weightsync.control import EngineControl
 from weightsync.roles import WEIGHT_SERVER
 from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.store import DirectoryStore
+from weightsync.transports import served, server_line
 from weightsync.transports.collective import CollectiveTransport
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
+
+
+_SERVER = f"from weightsync import roles; roles.HEARTBEAT_S = {PATIENCE_S}; from deploy.cli import main; raise SystemExit(main())"
+"""A server that does not take a line for dead whose other end stands still for a while: a line that is cut, or whose process dies, is closed at once."""
 
 
 def big_snapshot(version: Version, *, megabytes: int = 3) -> Snapshot:
@@ -69,7 +75,7 @@ class ServedRig:
         self.presence: Presence[WeightServerStatus] = Presence(rig.redis, rig.keys, WEIGHT_SERVER, WeightServerStatus)
 
     def config(self, **settings: Any) -> WeightsConfig:
-        return WeightsConfig(**{"store": str(self._folder), "transport": "gloo", "bucket_mb": 1, "group_deadline_s": 5.0, **settings})
+        return WeightsConfig(**{"store": str(self._folder), "transport": "gloo", "bucket_mb": 1, "group_deadline_s": 60.0, **settings})
 
     async def start_server(self, **settings: Any) -> subprocess.Popen[str]:
         """A server process; returns once it has announced itself."""
@@ -78,7 +84,7 @@ class ServedRig:
         sets += [f"weights.{name}={getattr(config, name)}" for name in ("store", "transport", "bucket_mb", "group_deadline_s")]
         file = self._folder / "run.toml"
         file.write_text(f'[run]\nname = "{self.rig.keys.run}"\n')
-        command = [sys.executable, "-m", "deploy.cli", WEIGHT_SERVER, "-c", str(file), *(word for one in sets for word in ("--set", one))]
+        command = [sys.executable, "-c", _SERVER, WEIGHT_SERVER, "-c", str(file), *(word for one in sets for word in ("--set", one))]
         process = self._start(command)
         async with asyncio.timeout(PATIENCE_S):
             while process.pid not in {server.pid for server in await self.presence.members()}:
@@ -132,7 +138,7 @@ class ServedRig:
 def _end(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGCONT)
     process.kill()
-    process.wait(10)
+    process.wait(60)
     if process.stdout:
         process.stdout.close()
 
@@ -140,6 +146,10 @@ def _end(process: subprocess.Popen[str]) -> None:
 @contextlib.asynccontextmanager
 async def served_rig(rig: Any, redis_url: str, folder: Path) -> AsyncIterator[ServedRig]:
     async with contextlib.AsyncExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(server_line, "HEARTBEAT_S", PATIENCE_S)
+        for name in ("_CONNECT_S", "_RETAKE_S", "_GIVE_S"):
+            patch.setattr(served, name, PATIENCE_S)
         yield ServedRig(rig, redis_url, folder, stack)
 
 

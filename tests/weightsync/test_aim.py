@@ -19,7 +19,7 @@ from weightsync.pointer import Pointer
 @contextlib.asynccontextmanager
 async def evaluating(rig: Any, engine_id: str, boot: str = "b1") -> AsyncIterator[Any]:
     async with rig.server(boot) as server:
-        await rig.registry.beat(dataclasses.replace(rig.status(engine_id, boot, server.url), fleet=EVAL_FLEET), ttl_s=60)
+        await rig.registry.beat(dataclasses.replace(rig.status(engine_id, boot, server.url), fleet=EVAL_FLEET), ttl_s=600)
         async with rig.running(rig.reconciler(engine_id, server)):
             yield server
 
@@ -81,7 +81,7 @@ async def test_no_slot_is_promised_on_it_and_the_end_of_a_run_does_not_wait_for_
         assert [engine.engine_id for engine in await rig.registry.routable()] == ["e1"]
         assert await rig.redis.hgetall(rig.keys.routable) == {}
         (status,) = await rig.registry.engines()
-        await rig.registry.beat(status, ttl_s=60)  # nor does a beat put it there
+        await rig.registry.beat(status, ttl_s=600)  # nor does a beat put it there
         assert await rig.redis.hgetall(rig.keys.routable) == {}
         assert await rig.registry.wait_acks(Version(1, 2), rig.wakes, apply_s=0, most_paused=1) == ()
 

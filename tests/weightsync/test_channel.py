@@ -17,7 +17,7 @@ from weightsync.store import DirectoryStore
 
 async def reader(rig: Any, engine: str) -> Claim:
     """An engine that has taken nothing yet."""
-    await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status(engine, "b1"), ttl_s=600)
     return rig.channel.claim(engine, "b1")
 
 
@@ -99,7 +99,7 @@ async def test_collection_keeps_the_newest_few_and_what_is_pinned(rig: Any, stor
 async def test_collection_never_deletes_what_an_engine_serves_or_targets(rig: Any, store: DirectoryStore):
     for n in range(2):
         await rig.publish(1, n)
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     await rig.registry.ack("e0", "b1", Version(1, 0))
     claim = rig.channel.claim("e0", "b1")
     assert (await claim.look(None)).manifest.version == Version(1, 1)
@@ -165,7 +165,7 @@ async def test_an_engine_that_is_gone_holds_nothing(rig: Any, how: str):
     if how == "leaves":
         await rig.registry.leave("e0", "b1")
     else:
-        await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b2"), ttl_s=600)
     left = set(await rig.redis.hkeys(rig.keys.weight_pins))
     assert left == {b"e0/applying/1:0/target", b"e0/applying/1:0/applying/1:0"}
 

@@ -21,7 +21,7 @@ async def test_an_update_asks_for_no_flush_and_no_abort(rig: Any, tmp_path: Path
     async with rig.server("b1") as server:
         control = EngineControl(rig.session, server.url)
         assert await control.weight_version() == "boot:b1"
-        await control.update_from_disk(manifest.location, "1:1", deadline_s=5)
+        await control.update_from_disk(manifest.location, "1:1", deadline_s=60)
         assert server.bodies[-1] == {
             "model_path": manifest.location,
             "load_format": "auto",
@@ -30,7 +30,7 @@ async def test_an_update_asks_for_no_flush_and_no_abort(rig: Any, tmp_path: Path
             "abort_all_requests": False,
         }
         assert await control.weight_version() == "1:1"
-        assert await control.probe(deadline_s=5) == ("1:1", "1:1")
+        assert await control.probe(deadline_s=60) == ("1:1", "1:1")
 
 
 @pytest.mark.parametrize(("stage", "words"), [("refuse", "no such weights"), ("refuse_softly", "not now"), ("half", "partially updated")])
@@ -39,7 +39,7 @@ async def test_a_refusal_carries_the_engines_words(rig: Any, stage: str, words: 
     async with rig.server("b1") as server:
         server.stage.append(stage)
         with pytest.raises(ApplyFailed, match=words):
-            await EngineControl(rig.session, server.url).update_from_disk((await rig.channel.newest()).location, "1:1", deadline_s=5)
+            await EngineControl(rig.session, server.url).update_from_disk((await rig.channel.newest()).location, "1:1", deadline_s=60)
 
 
 async def test_a_paused_engine_answers_no_probe_in_time(rig: Any):
@@ -50,14 +50,14 @@ async def test_a_paused_engine_answers_no_probe_in_time(rig: Any):
             await control.probe(deadline_s=0.05)
         await control.resume()
         await control.resume()
-        assert set(await control.probe(deadline_s=5)) == {"boot:b1"}
+        assert set(await control.probe(deadline_s=60)) == {"boot:b1"}
 
 
 async def test_an_engine_that_is_gone_is_unavailable(rig: Any):
     async with rig.server("b1") as server:
         control = EngineControl(rig.session, server.url)
     with pytest.raises(EngineUnavailable, match="cannot be reached"):
-        await control.resume(deadline_s=1)
+        await control.resume(deadline_s=60)
     with pytest.raises(EngineUnavailable, match="no time left"):
         await control.resume(deadline_s=0)
 
@@ -74,15 +74,16 @@ async def test_silence_is_of_calls_that_were_made_and_ends_with_any_answer(rig: 
             await control.probe(deadline_s=0.05)
         assert control.silent_since(0)
         assert not control.silent_since(control.calls), "not since then"
-        waiting = asyncio.create_task(control.probe(deadline_s=20))
-        while server.calls.count("generate") < 2:
+        waiting = asyncio.create_task(control.probe(deadline_s=60))
+        asked = control.calls
+        while control.calls == asked:
             await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait({waiting})
         assert control.silent_since(control.calls - 1), "who gives up heard nothing"
         server.stage.append("refuse")
         with pytest.raises(ApplyFailed):
-            await control.update_from_disk("/nowhere", "1:1", deadline_s=5)
+            await control.update_from_disk("/nowhere", "1:1", deadline_s=60)
         assert not control.silent_since(0), "a refusal is an answer"
         await control.resume()
 
@@ -131,7 +132,7 @@ async def test_old_engines_without_spans_are_believed_by_their_final_version(rig
 
     runner, url = await _answers(handler)
     try:
-        assert await EngineControl(rig.session, url).probe(deadline_s=5) == ("1:3",)
+        assert await EngineControl(rig.session, url).probe(deadline_s=60) == ("1:3",)
     finally:
         await runner.cleanup()
 
@@ -144,7 +145,7 @@ async def test_an_answer_that_is_no_token_is_no_proof(rig: Any, answer: bytes):
     runner, url = await _answers(handler)
     try:
         with pytest.raises((ApplyFailed, DecodeError)):
-            await EngineControl(rig.session, url).probe(deadline_s=5)
+            await EngineControl(rig.session, url).probe(deadline_s=60)
     finally:
         await runner.cleanup()
 
@@ -162,7 +163,7 @@ async def test_the_key_goes_with_every_call(rig: Any):
         async with asyncio.TaskGroup() as group:
             group.create_task(control.pause("abort"))
             group.create_task(control.abort_all())
-            group.create_task(control.update_from_disk("/x", "1:1", deadline_s=5))
+            group.create_task(control.update_from_disk("/x", "1:1", deadline_s=60))
             group.create_task(control.model_info())
         assert seen == ["Bearer secret"] * 4
     finally:
@@ -176,10 +177,10 @@ GROUP = {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "wor
 @pytest.mark.parametrize(
     ("call", "path", "body"),
     [
-        (lambda c: c.init_group(**GROUP, deadline_s=5), "/init_weights_update_group", GROUP),
+        (lambda c: c.init_group(**GROUP, deadline_s=60), "/init_weights_update_group", GROUP),
         (lambda c: c.destroy_group("g"), "/destroy_weights_update_group", {"group_name": "g"}),
         (
-            lambda c: c.update_from_distributed(BUCKET, group="g", version=None, deadline_s=5),
+            lambda c: c.update_from_distributed(BUCKET, group="g", version=None, deadline_s=60),
             "/update_weights_from_distributed",
             {
                 "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 2], [3]], "group_name": "g", "flush_cache": False,
@@ -187,11 +188,11 @@ GROUP = {"master_address": "127.0.0.1", "master_port": 7, "rank_offset": 1, "wor
             },
         ),
         (
-            lambda c: c.update_from_tensor(["p0", "p1"], load_format=None, version="1:2", deadline_s=5),
+            lambda c: c.update_from_tensor(["p0", "p1"], load_format=None, version="1:2", deadline_s=60),
             "/update_weights_from_tensor",
             {"serialized_named_tensors": ["p0", "p1"], "load_format": None, "flush_cache": False, "abort_all_requests": False, "weight_version": "1:2"},
         ),
-        (lambda c: c.weights_checksum(deadline_s=5), "/weights_checker", {"action": "checksum"}),
+        (lambda c: c.weights_checksum(deadline_s=60), "/weights_checker", {"action": "checksum"}),
         (lambda c: c.pause("retract"), "/pause_generation", {"mode": "retract"}),
         (lambda c: c.abort_all(), "/abort_request", {"rid": "", "abort_all": True}),
         (lambda c: c.rename("away:1"), "/update_weight_version", {"new_version": "away:1", "abort_all_requests": False}),
@@ -230,11 +231,11 @@ async def test_a_call_that_waits_for_bytes_of_its_own_is_never_sent_twice(rig: A
     try:
         control = EngineControl(rig.session, url)
         once = [
-            lambda: control.update_from_distributed(BUCKET, group="g", version=None, deadline_s=5),
-            lambda: control.update_from_tensor(["p"], load_format=None, version=None, deadline_s=5),
-            lambda: control.init_group(**GROUP, deadline_s=5),
-            lambda: control.release_memory(deadline_s=5),
-            lambda: control.resume_memory(deadline_s=5),
+            lambda: control.update_from_distributed(BUCKET, group="g", version=None, deadline_s=60),
+            lambda: control.update_from_tensor(["p"], load_format=None, version=None, deadline_s=60),
+            lambda: control.init_group(**GROUP, deadline_s=60),
+            lambda: control.release_memory(deadline_s=60),
+            lambda: control.resume_memory(deadline_s=60),
         ]
         for call in once:
             with pytest.raises(EngineUnavailable, match="closed the connection"):

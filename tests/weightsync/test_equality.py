@@ -150,7 +150,7 @@ async def check(
 
     plain = {name: EngineStatus(engine_id=name, boot_nonce="b", url=one.url, kind=kind, state=EngineState.ROUTABLE) for name, one in engines.items()}
     statuses = [dataclasses.replace(status, **(said or {}).get(name, {})) for name, status in plain.items()]
-    return await check_engines(statuses, lambda engine: EngineControl(rig.session, engine.url), manifest_of=manifest_of, whole=whole, deadline_s=5)
+    return await check_engines(statuses, lambda engine: EngineControl(rig.session, engine.url), manifest_of=manifest_of, whole=whole, deadline_s=60)
 
 
 async def test_fused_names_are_compared_among_engines_only(rig: Any, store: Any, serve: Any):

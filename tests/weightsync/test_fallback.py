@@ -200,7 +200,7 @@ async def test_a_reconciler_takes_the_store_when_the_fast_way_is_broken_and_the_
     fast = Staged("gloo", prepare=[TransportFailed("no weight server")])
     await rig.publish(1, 1)
     async with rig.server("b1") as server:
-        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=600)
         reconciler = rig.reconciler("e0", server, primary=fast)
         async with rig.running(reconciler):
             await rig.serves("e0", "1:1")
@@ -215,7 +215,7 @@ async def test_a_reconciler_takes_the_store_when_the_fast_way_is_broken_and_the_
 async def test_a_reconciler_whose_fast_way_broke_in_the_middle_brings_the_engine_back_in_full_by_the_store(rig: Any):
     await rig.publish(1, 1)
     async with rig.server("b1") as server:
-        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=600)
         reconciler = rig.reconciler("e0", server)
         fast = Staged("gloo", apply=[None, TransportFailed("the sender died")], then=reconciler._transports._store)
         reconciler._transports._primary = fast
@@ -236,7 +236,7 @@ async def test_a_version_that_went_before_anything_was_touched_costs_the_engine_
     fast = Staged("gloo", apply=[None, VersionGone("collected")])
     await rig.publish(1, 1)
     async with rig.server("b1") as server:
-        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=600)
         reconciler = rig.reconciler("e0", server)
         fast.then = reconciler._transports._store
         reconciler._transports._primary = fast
@@ -260,7 +260,7 @@ async def test_a_way_that_takes_long_to_prepare_keeps_the_lock(rig: Any, monkeyp
         return int((await rig.redis.hget(rig.keys.reconcilers, "e0")).rpartition(b"|")[2])
 
     async with rig.server("b1") as server:
-        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=600)
         reconciler = rig.reconciler("e0", server, primary=fast)
         fast.then = reconciler._transports._store
         entered, gate = asyncio.Event(), asyncio.Event()
@@ -287,13 +287,13 @@ async def test_a_lock_that_is_lost_in_preparing_ends_the_preparation(rig: Any, m
     fast = Staged("gloo")
     fast.hangs = True
     async with rig.server("b1") as server:
-        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b1", server.url), ttl_s=600)
         task = asyncio.create_task(rig.reconciler("e0", server, primary=fast).run())
         while not fast.calls:
             await asyncio.sleep(0)
         await rig.redis.hset(rig.keys.reconcilers, "e0", "b1|somebody|99999999999999")
         with pytest.raises(Superseded):
-            await asyncio.wait_for(task, 10)
+            await asyncio.wait_for(task, 100)
         assert fast.calls == ["prepare 1:1", "aclose"]
     assert await rig.registry.routable() == []
     [engine] = await rig.registry.engines()

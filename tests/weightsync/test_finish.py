@@ -33,7 +33,7 @@ async def test_a_cancelled_caller_waits_for_it_and_is_cancelled_then_however_it_
         if problem is not None:
             raise problem
 
-    await _cancelled_in(begun, gate, asyncio.create_task(finish(work(), limit_s=30)), times=times)
+    await _cancelled_in(begun, gate, asyncio.create_task(finish(work(), limit_s=60)), times=times)
     assert ended == [True]
 
 
@@ -48,20 +48,24 @@ async def test_a_failure_of_ours_is_told_and_a_bug_is_raised(caplog: pytest.LogC
     async def fail(problem: Exception) -> None:
         raise problem
 
-    await finish(fail(TransportFailed("the line broke")), limit_s=30)
+    await finish(fail(TransportFailed("the line broke")), limit_s=60)
     assert "the line broke" in caplog.text
     with pytest.raises(ZeroDivisionError):
-        await finish(fail(ZeroDivisionError()), limit_s=30)
+        await finish(fail(ZeroDivisionError()), limit_s=60)
 
 
 async def test_the_deadline_of_a_caller_is_still_its_deadline():
-    done = []
+    done, over = [], asyncio.Event()
 
     async def work() -> None:
-        await asyncio.sleep(0.05)
+        await over.wait()
         done.append(True)
 
-    with pytest.raises(TimeoutError):
+    async def cut_short() -> None:
         async with asyncio.timeout(0.01):
-            await finish(work(), limit_s=30)
+            asyncio.get_running_loop().call_later(0.05, over.set)
+            await finish(work(), limit_s=60)
+
+    with pytest.raises(TimeoutError):
+        await cut_short()
     assert done == [True]

@@ -23,14 +23,14 @@ pytestmark = pytest.mark.redis
 async def test_at_maxmemory_versions_are_published_and_engines_live_and_take_them(tmp_path: Path, store: DirectoryStore) -> None:
     keys = Keys("full")
     async with redis_server(tmp_path / "redis") as url, aiohttp.ClientSession() as session:
-        client = connect(url, deadline_s=1.0)
+        client = connect(url, deadline_s=60.0)
         async with wakeups(client, keys) as wakes:
             rig = Rig(client, keys, store, wakes, session)
             await rig.attach(1, 9)
             await client.config_set("maxmemory", 1)
             manifests = [store.write(rig.snapshot(1, n)) for n in range(3)]
             await rig.channel.publish(manifests[0], 1)
-            assert await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+            assert await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
             claim = rig.channel.claim("e0", "b1")
             assert (await claim.look(None)).newest == Version(1, 0)
             assert await claim.pause(Version(1, 0), most=1, valid_s=60, idle=False)

@@ -10,6 +10,7 @@ from protocol.errors import Superseded, WeightError
 from protocol.messages import EngineState, EngineStatus
 from protocol.versions import Version
 from protocol.wakeups import Topic
+from weightsync import claim as claim_module
 from weightsync import registry as registry_module
 from weightsync.registry import UpdateTimes
 
@@ -20,7 +21,7 @@ async def routes(rig: Any) -> dict[str, str]:
 
 
 async def test_an_engine_is_routable_only_after_it_acks(rig: Any):
-    assert await rig.registry.beat(rig.status("e0", "b1", "http://one"), ttl_s=60) is True
+    assert await rig.registry.beat(rig.status("e0", "b1", "http://one"), ttl_s=600) is True
     [engine] = await rig.registry.engines()
     assert (engine.state, engine.version, engine.url) == (EngineState.STARTING, None, "http://one")
     assert await rig.registry.routable() == []
@@ -34,21 +35,21 @@ async def test_an_engine_is_routable_only_after_it_acks(rig: Any):
 
 
 async def test_a_beat_renews_and_does_not_make_an_engine_routable_by_what_it_says_of_itself(rig: Any):
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
-    assert await rig.registry.beat(rig.status("e0", "b1", state=EngineState.ROUTABLE), ttl_s=60) is False
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
+    assert await rig.registry.beat(rig.status("e0", "b1", state=EngineState.ROUTABLE), ttl_s=600) is False
     assert await rig.registry.routable() == []
     assert len(await rig.events("engine_started")) == 1
 
 
 async def test_a_restarted_engine_is_a_new_engine_with_no_version(rig: Any):
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     await rig.registry.ack("e0", "b1", Version(1, 5))
-    assert await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60) is True
+    assert await rig.registry.beat(rig.status("e0", "b2"), ttl_s=600) is True
     [engine] = await rig.registry.engines()
     assert (engine.boot_nonce, engine.state, engine.version) == ("b2", EngineState.STARTING, None)
     assert await routes(rig) == {}
     with pytest.raises(Superseded):
-        await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     with pytest.raises(Superseded):
         await rig.registry.ack("e0", "b1", Version(1, 6))
     assert await rig.registry.mark_unfit("e0", "b1", "late news") is False
@@ -58,11 +59,11 @@ async def test_a_restarted_engine_is_a_new_engine_with_no_version(rig: Any):
 
 
 async def test_an_unfit_engine_is_off_the_routes_until_it_acks(rig: Any):
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     assert await rig.registry.mark_unfit("e0", "b1", "answered with 1:4") is True
     assert await rig.registry.mark_unfit("e0", "b1", "answered with 1:4") is False
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     [engine] = await rig.registry.engines()
     assert (engine.state, engine.reason) == (EngineState.UNFIT, "answered with 1:4")
     assert await routes(rig) == {}
@@ -73,7 +74,7 @@ async def test_an_unfit_engine_is_off_the_routes_until_it_acks(rig: Any):
 
 
 async def test_an_engine_never_goes_back_but_a_new_incarnation_may_be_lower(rig: Any):
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     with pytest.raises(WeightError, match="never goes back"):
         await rig.registry.ack("e0", "b1", Version(1, 4))
@@ -91,14 +92,14 @@ async def test_an_engine_without_beats_is_gone_and_says_so(rig: Any, redis: Any,
     assert await routes(rig) == {}
     assert [event["reason"] for event in await rig.events("engine_left")] == ["expired"]
     assert await rig.registry.ack("e0", "b1", Version(1, 6)) is False
-    assert await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60) is True
+    assert await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600) is True
     assert await rig.registry.routable() == []
 
 
 async def test_a_leaving_engine_takes_no_requests_but_is_there(rig: Any):
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     await rig.registry.ack("e0", "b1", Version(1, 5))
-    await rig.registry.beat(rig.status("e0", "b1", state=EngineState.LEAVING), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1", state=EngineState.LEAVING), ttl_s=600)
     [engine] = await rig.registry.engines()
     assert engine.state is EngineState.LEAVING
     assert await routes(rig) == {}
@@ -111,13 +112,13 @@ async def test_a_leaving_engine_takes_no_requests_but_is_there(rig: Any):
 
 async def test_waiting_for_acks_ends_with_the_last_engine_and_names_the_late_ones(rig: Any):
     for engine in ("e0", "e1"):
-        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=600)
         await rig.registry.ack(engine, "b1", Version(1, 5))
     await rig.registry.ack("e0", "b1", Version(1, 6))
     assert await rig.registry.wait_acks(Version(1, 5), rig.wakes, apply_s=5, most_paused=1) == ()
     assert await rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=0, most_paused=1) == ("e1",)
     async with asyncio.TaskGroup() as group:
-        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=20, most_paused=1))
+        waiter = group.create_task(rig.registry.wait_acks(Version(1, 6), rig.wakes, apply_s=60, most_paused=1))
         await rig.registry.ack("e1", "b1", Version(1, 7))
     assert waiter.result() == ()
 
@@ -127,7 +128,7 @@ async def test_the_time_for_acks_is_that_of_updates_one_after_the_other_and_boun
     rig: Any, monkeypatch: pytest.MonkeyPatch, engines: int, most_paused: int, rounds: int
 ):
     for index in range(engines):
-        await rig.registry.beat(rig.status(f"e{index}", "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status(f"e{index}", "b1"), ttl_s=600)
     now, waited = [0.0], []
 
     async def wait(*_topics: Topic, since: int, timeout_s: float) -> None:
@@ -142,7 +143,7 @@ async def test_the_time_for_acks_is_that_of_updates_one_after_the_other_and_boun
 
 
 async def test_an_engine_that_vanishes_while_its_ack_is_awaited_is_awaited_until_it_is_back(rig: Any):
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     await rig.registry.ack("e0", "b1", Version(1, 5))
     lists, looked = rig.registry.engines, asyncio.Queue()
 
@@ -158,7 +159,7 @@ async def test_an_engine_that_vanishes_while_its_ack_is_awaited_is_awaited_until
         await rig.registry.beat(rig.status("e0", "b1"), ttl_s=0.001)  # killed
         while await looked.get() != []:
             pass
-        await rig.registry.beat(rig.status("e0", "b2"), ttl_s=60)
+        await rig.registry.beat(rig.status("e0", "b2"), ttl_s=600)
         await rig.registry.ack("e0", "b2", Version(1, 6))
         while await looked.get() != ["e0"]:
             assert not waiter.done()
@@ -169,7 +170,7 @@ async def test_the_pause_goes_to_the_engine_with_the_oldest_version(rig: Any):
     await rig.publish(1, 6)
     claims = {}
     for engine, n in (("e0", 5), ("e1", 3), ("e2", 4)):
-        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=600)
         await rig.registry.ack(engine, "b1", Version(1, n))
         claims[engine] = rig.channel.claim(engine, "b1")
         await claims[engine].look(None)
@@ -197,7 +198,7 @@ async def test_only_an_engine_off_the_routes_pauses_uncounted_when_it_is_idle(ri
     await rig.publish(1, 6)
     claims = {}
     for engine in ("e0", "e1", "e2"):
-        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=600)
         claims[engine] = rig.channel.claim(engine, "b1")
         await claims[engine].look(None)
     for engine in ("e0", "e1"):
@@ -220,7 +221,7 @@ async def test_two_may_pause_where_two_may(rig: Any):
     await rig.publish(1, 6)
     claims = []
     for engine in ("e0", "e1", "e2"):
-        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=600)
         claims.append(rig.channel.claim(engine, "b1"))
         await claims[-1].look(None)
     granted = [await claim.pause(Version(1, 6), most=2, valid_s=60, idle=False) for claim in claims]
@@ -233,7 +234,7 @@ async def test_a_share_of_the_engines_that_decode_goes_on_and_one_may_always_be_
     """Those out of service do not count as serving, and are not held up by the share."""
     claims = []
     for index in range(6):
-        await rig.registry.beat(rig.status(f"e{index}", "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status(f"e{index}", "b1"), ttl_s=600)
         claims.append(rig.channel.claim(f"e{index}", "b1"))
         await claims[-1].look(None)
         if index < 4:
@@ -247,7 +248,7 @@ async def test_a_share_of_the_engines_that_decode_goes_on_and_one_may_always_be_
 async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig: Any):
     await rig.publish(1, 6)
     for engine in ("e0", "e1", "e2"):
-        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=60)
+        await rig.registry.beat(rig.status(engine, "b1"), ttl_s=600)
     dead, claimant, live = (rig.channel.claim(engine, "b1") for engine in ("e0", "e1", "e2"))
     for claim in (dead, claimant, live):
         await claim.look(None)
@@ -263,18 +264,18 @@ async def test_a_dead_engine_holds_no_pause_and_no_place_in_line(rig: Any):
 
 async def test_a_reconciler_without_the_lock_changes_nothing(rig: Any):
     await rig.publish(1, 6)
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     first, second = rig.channel.claim("e0", "b1"), rig.channel.claim("e0", "b1")
     await first.look(None)
     locked = await second.look(None)
-    assert 0 < locked.for_s <= 5
+    assert 0 < locked.for_s <= claim_module.LOCK_S
     with pytest.raises(Superseded):
         await second.pause(Version(1, 6), most=1, valid_s=60, idle=False)
     with pytest.raises(Superseded):
         await rig.registry.ack("e0", "b1", Version(1, 0), reconciler=second.owner)
     await second.release()
-    assert await first.pause(Version(1, 6), most=1, valid_s=60, idle=False)
-    assert (await second.look(None)).for_s > 50
+    assert await first.pause(Version(1, 6), most=1, valid_s=600, idle=False)
+    assert (await second.look(None)).for_s > claim_module.LOCK_S
     await first.release()
     assert (await second.look(None)).state is EngineState.STARTING
 
@@ -282,7 +283,7 @@ async def test_a_reconciler_without_the_lock_changes_nothing(rig: Any):
 async def test_a_lock_that_redis_lost_is_nobodys_and_ends_no_reconciler(rig: Any):
     """Redis came back without its last second. A look takes the lock again; whoever is between two looks goes on, or begins anew."""
     await rig.publish(1, 6)
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
     claim = rig.channel.claim("e0", "b1")
     await claim.look(None)
     await rig.redis.delete(rig.keys.reconcilers)
@@ -294,8 +295,8 @@ async def test_a_lock_that_redis_lost_is_nobodys_and_ends_no_reconciler(rig: Any
 
 
 async def test_garbage_in_the_registry_stops_nobody_and_goes_when_it_is_overdue(rig: Any, redis: Any, keys: Any):
-    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=60)
-    await rig.registry.beat(rig.status("ghost", "b2"), ttl_s=60)
+    await rig.registry.beat(rig.status("e0", "b1"), ttl_s=600)
+    await rig.registry.beat(rig.status("ghost", "b2"), ttl_s=600)
     await redis.hset(keys.engines, "ghost", b"\xc1garbage")
     assert [engine.engine_id for engine in await rig.registry.engines()] == ["e0"]
     facts = orjson.loads(await redis.hget(keys.engine_facts, "ghost"))

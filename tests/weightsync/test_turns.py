@@ -52,21 +52,31 @@ async def test_whoever_holds_memory_goes_on_holding_it_until_it_lets_go_also_aft
 
 async def test_a_holder_that_died_is_not_waited_for(rig: Any, turns: Turns):
     await rig.attach(1, 0)
-    assert await turns.take(Holder.ENGINE, "e0", "b1", held_s=0.3)
+    assert await turns.take(Holder.ENGINE, "e0", "b1", held_s=600)
     await turns.move(1, Turn.TRAIN)
     assert not await turns.take(Holder.TRAINER, "t", "b1")
-    async with asyncio.timeout(10):
+    assert await turns.take(Holder.ENGINE, "e0", "b1", held_s=0.001), "its last breath"
+    async with asyncio.timeout(60):
         await turns.taken(Holder.TRAINER, "t", "b1")
     assert (await turns.read()).holders == {"trainer:t"}
 
 
 async def test_whoever_renews_is_alive(rig: Any, turns: Turns):
     await rig.attach(1, 0)
-    assert await turns.take(Holder.ENGINE, "e0", "b1", held_s=0.3)
+
+    async def lasts_until() -> int:
+        return int((await rig.redis.hget(rig.keys.holders, "engine:e0")).rpartition(b"|")[2])
+
+    assert await turns.take(Holder.ENGINE, "e0", "b1", held_s=60)
+    begun = await lasts_until()
     async with asyncio.TaskGroup() as group:
         renewing = group.create_task(renew(turns, Holder.ENGINE, "e0", "b1", every_s=0.05))
         await turns.move(1, Turn.TRAIN)
-        await asyncio.sleep(0.6)
+        for _ in range(3):
+            before = await lasts_until()
+            while await lasts_until() == before:
+                await asyncio.sleep(0.01)
+        assert await lasts_until() != begun
         assert not await turns.take(Holder.TRAINER, "t", "b1")
         renewing.cancel()
 

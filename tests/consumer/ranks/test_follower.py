@@ -126,19 +126,19 @@ async def pair(groups: list[Any], *, broken: str = "", here: str = "", makes_s: 
         time.sleep(makes_s)
         return other
 
-    async with asyncio.timeout(30), Worker() as worker, Worker() as others_worker, Hub(2, "127.0.0.1") as hub:
+    async with asyncio.timeout(100), Worker() as worker, Worker() as others_worker, Hub(2, "127.0.0.1") as hub:
         line = await knock(RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1), hub.port, hub.token)
         assert line is not None
         follower = Follower(place, line, others_worker, make=make, open_buffer=open_buffer, collate=collate)
         following = asyncio.create_task(followed(follower, line))
         try:
-            await hub.gather(10)
+            await hub.gather(60)
             ranked = RankedBackend(hub, asyncio.get_running_loop(), 2)
             await worker.call(ranked.make, lambda: mine)
             await hub.ask(Call.BEGIN, incarnation=1)
             yield Pair(hub, ranked, worker, (mine, other), shares, following)
             if not following.done():
-                await hub.stop(10)
+                await hub.stop(60)
                 await following
         finally:
             following.cancel()
@@ -297,9 +297,9 @@ async def test_the_end_of_a_rank_ends_a_fetch_that_waits_for_it(groups: list[Any
 
 
 async def test_a_rank_that_never_answers_a_fetch_ends_rank_0(groups: list[Any], chunk_at: Callable[[int], ChunkRecord], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("consumer.ranks.leader._ANSWER_S", 0.5)
     with pytest.raises(RankLost, match="rank 1 hangs: asked to fetch"):  # noqa: PT012
         async with pair(groups) as both:
+            monkeypatch.setattr("consumer.ranks.leader._ANSWER_S", 0.5)
             both.shares[1].go.clear()
             await both.crew.fetch(chunk_at(0), lambda _edge: None)
 
@@ -308,7 +308,7 @@ async def test_a_backend_that_cannot_be_made_is_told(groups: list[Any]):
     def make() -> Backend:
         raise RollstreamError("model.path: no such folder")
 
-    async with asyncio.timeout(30), Worker() as worker, Hub(2, "127.0.0.1") as hub:
+    async with asyncio.timeout(100), Worker() as worker, Hub(2, "127.0.0.1") as hub:
         line = await knock(RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1), hub.port, hub.token)
         assert line is not None
         place = RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
@@ -335,7 +335,7 @@ async def test_what_an_earlier_life_told_is_passed_over_until_rank_0_tells_where
 
     store, place = HashStore(), RankPlace(rank=1, ranks=2, local_rank=1, host="127.0.0.1", port=1)
     monkeypatch.setattr("consumer.ranks.follower._AGAIN_S", 0.01)
-    async with asyncio.timeout(30), Hub(2, "127.0.0.1") as before, Hub(2, "127.0.0.1") as now:
+    async with asyncio.timeout(100), Hub(2, "127.0.0.1") as before, Hub(2, "127.0.0.1") as now:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
         process_group.tell_channel(store, before.port, "of an earlier life")
 

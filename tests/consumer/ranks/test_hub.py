@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
+from consumer.ranks import hub as hub_module
 from consumer.ranks.channel import Answer, Call, Command, Hello, Kind, Line, RankFailed, RankLost
 from consumer.ranks.hub import Hub
 from protocol.codec import encode
@@ -27,9 +28,9 @@ async def knock(hub: Hub, rank: int, token: str | None = None) -> Line:
 @contextlib.asynccontextmanager
 async def three() -> AsyncIterator[tuple[Hub, Line, Line]]:
     """Rank 0's hub, and the ends of ranks 1 and 2."""
-    async with asyncio.timeout(20), Hub(3, "127.0.0.1") as hub:
+    async with asyncio.timeout(100), Hub(3, "127.0.0.1") as hub:
         lines = [await knock(hub, rank) for rank in (2, 1)]
-        await hub.gather(10)
+        await hub.gather(60)
         for line in lines:
             assert (await line.receive(Command)).call is Call.WELCOME
         try:
@@ -105,12 +106,14 @@ async def test_a_rank_that_is_gone_ends_whoever_waits_and_says_that_trying_again
         assert (await one.receive(Command)).call is Call.END
 
 
-async def test_how_a_process_ended_says_more_than_its_connection():
+async def test_how_a_process_ended_says_more_than_its_connection(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub_module, "_HOW_S", 60.0)
     async with three() as (hub, _, two):
         await two.close()
         await asyncio.sleep(0)
         hub.lost(2, -9)
         assert str(await hub.failure()) == "rank 2 is gone: killed by SIGKILL"
+    monkeypatch.setattr(hub_module, "_HOW_S", 1.0)
     async with three() as (hub, _, two):
         await two.close()
         hub.lost(2, EXIT_CONFIG)
@@ -118,12 +121,14 @@ async def test_how_a_process_ended_says_more_than_its_connection():
         assert (str(failure), failure.exit_code) == ("rank 2: ended with exit code 2, see its log", EXIT_CONFIG)
 
 
-async def test_a_fault_seen_in_a_collective_gives_way_to_that_of_the_rank_that_began_it():
+async def test_a_fault_seen_in_a_collective_gives_way_to_that_of_the_rank_that_began_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub_module, "_ROOT_S", 60.0)
     async with three() as (hub, one, two):
         one.send(Answer(number=0, kind=Kind.FAILED, words="RuntimeError: Connection closed by peer", echo=True))
-        await one.flush(1)
+        await one.flush(60)
         two.send(Answer(number=0, kind=Kind.FAILED, words="ValueError: odd"))
         assert str(await hub.failure()) == "rank 2: ValueError: odd"
+    monkeypatch.setattr(hub_module, "_ROOT_S", 0.1)
     async with three() as (hub, one, _):
         one.send(Answer(number=0, kind=Kind.FAILED, words="RuntimeError: Connection closed by peer", echo=True))
         assert str(await hub.failure()) == "rank 1: RuntimeError: Connection closed by peer"
@@ -138,7 +143,10 @@ async def test_a_rank_that_hangs_with_its_connection_open_is_lost_and_one_that_w
         assert (await two.receive(Command)).call is Call.END
     for said in ({"kind": Kind.AGREE, "revision": 1}, {"kind": Kind.BLOCKED, "edge": Edge.NO_GROUP.value}):
         async with three() as (hub, one, two), hub.talk(Call.FETCH, silence_s=1.0) as talk:
+            asked_at = talk._heard[1]
             await answer(one, **said)
+            while talk._heard[1] == asked_at:
+                await asyncio.sleep(0.01)
             with pytest.raises(RankLost, match="rank 2 hangs: asked to fetch"):
                 await talk.done()
 
@@ -169,7 +177,7 @@ async def test_what_the_ledger_refused_a_rank_is_no_end_of_it():
 
 
 async def test_a_stranger_is_turned_away_and_a_missing_rank_is_named(caplog: pytest.LogCaptureFixture):
-    async with asyncio.timeout(20), Hub(3, "127.0.0.1") as hub:
+    async with asyncio.timeout(100), Hub(3, "127.0.0.1") as hub:
         lines = [await knock(hub, 1)]
         await asyncio.sleep(0)
         lines += [await knock(hub, 2, token="guessed"), await knock(hub, 3)]
@@ -189,7 +197,7 @@ async def test_a_stranger_is_turned_away_and_a_missing_rank_is_named(caplog: pyt
 
 async def test_ranks_that_leave_when_told_are_no_failure():
     async with three() as (hub, one, two):
-        stopping = asyncio.create_task(hub.stop(10))
+        stopping = asyncio.create_task(hub.stop(60))
         for line in (one, two):
             assert (await line.receive(Command)).call is Call.STOP
             await line.close()
@@ -232,10 +240,10 @@ async def test_words_of_a_newer_release_are_a_rank_that_is_lost():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])])
 async def test_every_address_of_this_machine_reaches_the_one_port_that_is_told(host: str):
-    async with asyncio.timeout(20), Hub(2, "") as hub:
+    async with asyncio.timeout(100), Hub(2, "") as hub:
         line = Line(*await asyncio.open_connection(host, hub.port))
         line.send(Hello(rank=1, token=hub.token))
-        await hub.gather(10)
+        await hub.gather(60)
         await line.close()
 
 
@@ -250,7 +258,7 @@ def test_a_rank_whose_connection_was_reset_is_told_to_whoever_waits_and_to_the_o
             one._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             one._writer.transport.abort()
             with pytest.raises(RankLost, match="rank 1 is gone"):
-                await asyncio.wait_for(asked, 10)
+                await asyncio.wait_for(asked, 60)
             assert (await two.receive(Command)).call is Call.END
 
     uvloop.run(one_resets())

@@ -124,7 +124,7 @@ def sharded(rank: int, rendezvous: str, folders: dict[bool, Path], groups: list[
     from consumer.ranks.handing_over import broadcast_state
     from consumer.ranks.sharded import ShardedBackend
 
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=500))
     found: dict[str, Any] = {}
     try:
         folder = Path(rendezvous).parent

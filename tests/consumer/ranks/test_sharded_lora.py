@@ -50,7 +50,7 @@ def sharded(rank: int, rendezvous: str, folder: Path, groups: list[Any], alone: 
 
     from consumer.ranks.sharded_lora import ShardedLoraBackend
 
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=100))
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=500))
     files = Path(rendezvous).parent
 
     def on(backend: Any, name: str, steps: range) -> Trained:

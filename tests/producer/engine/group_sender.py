@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import _new_process_group_helper
 
-_TIMEOUT = dt.timedelta(seconds=20)
+_TIMEOUT = dt.timedelta(seconds=60)
 
 
 def ordered(folder: Path) -> dict[str, torch.Tensor]:

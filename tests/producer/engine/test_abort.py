@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from buffer.client import ProducerBuffer, TrainerBuffer
 from producer.engine.client import EngineClient, Sampling
+from producer.engine.embedded.worker import Worker
 from producer.engine.host import EngineHostConfig, run_host
 from producer.pool import EnginePool
 from producer.rollout import GroupMaker
@@ -41,6 +44,7 @@ class Trainer:
         self._channel = Channel(stage.redis, stage.keys)
         self._store = DirectoryStore(store_folder(config.weights, config.run), models[0])
         self._buffer = TrainerBuffer(stage.ledger, stage.wakeups, 1)
+        self.holds = threading.Event()
 
     async def publish(self, n: int) -> EngineStatus:
         """The engine, once it serves `1:n`."""
@@ -63,8 +67,12 @@ class Trainer:
                 break
             chunk = await self._buffer.lease(step, number)
         await self._stage.ledger.trained(1, step, f"digest-{step}", {})
-        while not await self._running(engine):
-            pass
+        while not self.holds.is_set():
+            while not await self._running(engine):
+                pass
+            self.holds.set()  # what runs stays unfinished until the update is there
+            if not await self._running(engine):
+                self.holds.clear()
         return await self.publish(step)
 
     async def _running(self, engine: EngineStatus) -> int:
@@ -76,7 +84,7 @@ class Trainer:
 @contextlib.asynccontextmanager
 async def producing(stage: Any, config: Any, prepared: Any) -> AsyncIterator[tuple[GroupWork, Sampler]]:
     closing = asyncio.Event()
-    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=60.0)
     sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     sampling = Sampling(max_new_tokens=TOKENS, ignore_eos=True)
     work = GroupWork(
@@ -85,7 +93,7 @@ async def producing(stage: Any, config: Any, prepared: Any) -> AsyncIterator[tup
         GroupMaker(sampler, sampling, group_size=2, group_filter=config.producer.filter, producer_id="p", owner="o" * 16),
         max_inflight=4,
         max_bytes=1 << 20,
-        redis_deadline_s=5.0,
+        redis_deadline_s=60.0,
         closing=closing,
         on_run_ended=closing.set,
     )
@@ -99,16 +107,32 @@ async def producing(stage: Any, config: Any, prepared: Any) -> AsyncIterator[tup
 
 
 @pytest.mark.redis
-async def test_updates_that_abort_running_requests_fail_no_group(stage: Any, session: aiohttp.ClientSession, model_a: Path, model_b: Path):
+async def test_updates_that_abort_running_requests_fail_no_group(
+    stage: Any, session: aiohttp.ClientSession, model_a: Path, model_b: Path, monkeypatch: pytest.MonkeyPatch
+):
     """With no retry allowed at all, each update ends the responses under way, and every group is trained at its first attempt all the same."""
     own = {"model": {"path": str(model_a)}, "rollout": {"group_size": 2, "max_prompt_tokens": 20, "max_new_tokens": TOKENS}}
-    config = stage.config(**own, producer={"sample_retries": 0, "max_inflight_groups": 4, "sample_deadline_seconds": 60.0, "group_deadline_seconds": 60.0})
+    config = stage.config(**own, producer={"sample_retries": 0, "max_inflight_groups": 4, "sample_deadline_seconds": 100.0, "group_deadline_seconds": 100.0})
     prepared = await stage.create(config, pipeline_depth=1.0, max_staleness=STEPS)
     values = {name: section for name, section in stage.values(**own).items() if name in ("run", "redis", "model", "rollout")}
     values |= {"weights": {"store": str(stage.folder / "store"), "pause_mode": "abort"}, "engine": {"slots": 8}}
     hosting = validate(EngineHostConfig, values, source="test")
     trainer, stop = Trainer(stage, hosting, (model_a, model_b), session), asyncio.Event()
-    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+    due, pause = Worker._due, Worker._do_pause
+
+    def held(worker: Worker) -> bool:
+        if trainer.holds.is_set():
+            time.sleep(0.002)
+            return False
+        return due(worker)
+
+    def let_go(worker: Worker, mode: str) -> None:
+        pause(worker, mode)
+        trainer.holds.clear()
+
+    monkeypatch.setattr(Worker, "_due", held)
+    monkeypatch.setattr(Worker, "_do_pause", let_go)
+    async with asyncio.timeout(300), asyncio.TaskGroup() as tasks:
         tasks.create_task(run_host(hosting, 0, stop), name="host")
         engine = await trainer.publish(0)
         async with producing(stage, config, prepared) as (work, sampler):

@@ -25,6 +25,7 @@ from weightsync.snapshot import Snapshot, TensorBytes
 from weightsync.store import DirectoryStore
 
 from .conftest import EOS, StartEngine, write_model
+from .test_server import generating, go_on
 
 UNKNOWN = 3
 """The last of the special tokens."""
@@ -41,11 +42,10 @@ async def test_a_response_that_is_cut_again_and_again_is_token_for_token_the_one
     async with asyncio.timeout(60):
         while not draft.ended:
             asking = asyncio.create_task(client.generate(engine.url, draft.prompt(PROMPT), sampling=draft.rest(), rid=f"cut-{cuts}", deadline_s=60))
-            before = engine.counters.generated_tokens
-            while not asking.done() and engine.counters.generated_tokens < before + 20:
-                await asyncio.sleep(0)
             if cuts < 3:
+                await generating(engine, engine.counters.generated_tokens + 20)
                 await client.abort(engine.url, f"cut-{cuts}")
+            go_on(engine)
             piece = await asking
             cuts += piece.finish_reason == ABORTED
             draft = draft.plus(piece)
@@ -101,7 +101,7 @@ async def test_an_engine_is_compared_with_the_version_that_was_published(
     other = DirectoryStore(tmp_path / "other", model_b)
     loaded = await asyncio.to_thread(other.write, Snapshot(version=Version(1, 1), tensors=served))
     control = EngineControl(session, engine.url)
-    await control.update_from_disk(loaded.location, "1:1", deadline_s=20)
+    await control.update_from_disk(loaded.location, "1:1", deadline_s=60)
 
     async def manifest_of(version: str) -> Manifest | None:
         return manifest if version == "1:1" else None
@@ -110,7 +110,7 @@ async def test_an_engine_is_compared_with_the_version_that_was_published(
         raise AssertionError("the types are equal")
 
     status = EngineStatus(engine_id="e0", boot_nonce="b", url=engine.url, kind="embedded", state=EngineState.ROUTABLE)
-    [finding] = await check_engines([status], lambda _: control, manifest_of=manifest_of, whole=whole, deadline_s=20)
+    [finding] = await check_engines([status], lambda _: control, manifest_of=manifest_of, whole=whole, deadline_s=60)
     assert (finding.verdict, finding.version) == (Verdict.DIFFERS if damaged else Verdict.SAME, "1:1")
     assert (name in finding.why) is damaged
 

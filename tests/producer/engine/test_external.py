@@ -120,7 +120,7 @@ async def test_a_host_whose_engine_went_away_while_the_run_ended_leaves_with_the
                 version = await run.publish(model_a)
                 before = await run.serving(version)
                 producers = Presence(run.client, run.keys, "producer", ProducerStatus)
-                await producers.beat("p", ProducerStatus(producer_id="p"))
+                await producers.beat("p", ProducerStatus(producer_id="p"), ttl_s=600.0)
                 await run.ledger.drain(version.incarnation, "steps")
                 await first_life.aclose()
                 await run.until(lambda engines: any(engine.boot_nonce != before.boot_nonce for engine in engines))

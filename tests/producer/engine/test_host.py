@@ -97,7 +97,7 @@ async def test_it_ends_by_itself_once_the_run_drains_and_the_last_producer_has_l
     monkeypatch.setattr(host, "_DRAINED_S", 0.0)
     await run.create()
     producers = Presence(run.client, run.keys, "producer", ProducerStatus)
-    await producers.beat("p", ProducerStatus(producer_id="p"))
+    await producers.beat("p", ProducerStatus(producer_id="p"), ttl_s=600.0)
     async with run.hosted(asyncio.Event()) as task:
         version = await run.publish(model_a)
         await run.serving(version)
@@ -243,7 +243,7 @@ async def test_an_engine_with_a_key_follows_versions_and_answers_only_who_bears_
         with pytest.raises(SampleFailed, match="401"):
             await ask(session, engine, "nobody")
         sampling = Sampling(max_new_tokens=5, ignore_eos=True)
-        answer = await EngineClient(session, key.engine_key()).generate(engine.url, [1, 7, 9], sampling=sampling, rid="one", deadline_s=30)
+        answer = await EngineClient(session, key.engine_key()).generate(engine.url, [1, 7, 9], sampling=sampling, rid="one", deadline_s=WAIT_S)
         assert answer.weight_version == version
 
 

@@ -122,7 +122,7 @@ def parts(run: Run, name: str) -> list[list[str]]:
 
 
 async def until(found: Callable[[], Any]) -> Any:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while not (answer := found()):
             await asyncio.sleep(0.02)
     return answer
@@ -140,10 +140,10 @@ class Node0:
 
     async def call(self, boot_nonce: str, **changes: Any) -> None:
         plain = NodeCall(engine_id=self.id, boot_nonce=boot_nonce, address="127.0.0.1:9", nodes=2, alike=self._alike, look="", host=socket.gethostname())
-        await self._calls.beat(self.id, replace(plain, **changes))
+        await self._calls.beat(self.id, replace(plain, **changes), ttl_s=600.0)
 
     async def told(self, found: Callable[[NodeStatus], bool]) -> NodeStatus:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while True:
                 for one in await self._statuses.members():
                     if found(one):
@@ -207,7 +207,7 @@ async def test_a_version_is_not_loaded_before_every_node_sees_its_files(run: Run
     with pytest.raises(TransportFailed, match=r"node 1 of the engine does not see .*1:1 as node 0 does: set weights\.store"):
         await leader.see(shared, deadline_s=0.3)
     async with node_1(run, sections, asyncio.Event()):
-        await leader.see(shared, deadline_s=10.0)
+        await leader.see(shared, deadline_s=60.0)
         await leader.beat()
         assert leader.trouble == ""
 

@@ -89,7 +89,7 @@ class Stage:
         """How a request ended that waits for ever."""
         held = None
         try:
-            async with asyncio.timeout(30) as scope:
+            async with asyncio.timeout(60) as scope:
                 with self.progress.request(url, scope) as held:
                     await asyncio.Event().wait()
         except TimeoutError:
@@ -138,7 +138,7 @@ async def test_a_wedged_engine_is_looked_at_twice() -> None:
 async def test_tokens_in_the_registry_are_progress_and_updates_are_excused() -> None:
     stage = Stage(iter([Look.READY] * 100))
     status = EngineStatus(engine_id="a", boot_nonce="boot:1", url=URL, kind="sglang", state=EngineState.ROUTABLE, version=Version(1, 0))
-    async with asyncio.timeout(30) as scope:
+    async with asyncio.timeout(60) as scope:
         with stage.progress.request(URL, scope):
             quiet = stage.progress._engines[URL].quiet
             quiet.looked(Look.READY, quiet.due_at)

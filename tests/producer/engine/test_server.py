@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,24 @@ def check_layout(found: tuple[int, Any], name: str) -> None:
 
 
 async def generating(engine: EmbeddedEngine, tokens: int) -> None:
-    """Yields to the loop until the engine has written so many tokens."""
-    async with asyncio.timeout(20):
+    """Return once the engine has written so many tokens, or a step's more. It writes no others until `go_on`; commands are carried out."""
+    worker = engine._worker
+    due = type(worker)._due
+
+    def held() -> bool:
+        if worker.counters.generated_tokens < tokens:
+            return due(worker)
+        time.sleep(0.002)
+        return False
+
+    worker._due = held  # type: ignore[method-assign]
+    async with asyncio.timeout(60):
         while engine.counters.generated_tokens < tokens:
             await asyncio.sleep(0)
+
+
+def go_on(engine: EmbeddedEngine) -> None:
+    engine._worker.__dict__.pop("_due", None)
 
 
 async def test_answers_have_the_keys_and_types_of_sglang(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_b: Path):
@@ -99,9 +114,10 @@ async def test_a_caller_who_goes_away_frees_its_slot(engine: EmbeddedEngine, ses
     await generating(engine, 10)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await engine.until_idle()
     assert engine.counters.generated_tokens < 500
+    go_on(engine)
     assert await post(session, engine, "/flush_cache") == (200, (await get(session, engine, "/flush_cache"))[1])
 
 
@@ -128,11 +144,12 @@ async def test_a_full_queue_answers_503(start_engine: StartEngine, session: aioh
         running = asyncio.create_task(post(session, engine, "/generate", body(500)))
         await generating(engine, 5)
         waiting = [asyncio.create_task(post(session, engine, "/generate", body(2))) for _ in range(2)]
-        done, held = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        done, held = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         assert [task.result()[0] for task in done] == [503]
         async with session.post(engine.url + "/generate", json=body(2, stream=True)) as answer:
             event = json.loads((await answer.text()).splitlines()[0].removeprefix("data: "))
         assert (answer.status, event["error"]["code"]) == (200, 503)
+        go_on(engine)
         assert [(await task)[0] for task in held] == [200]
         await running
         await post(session, engine, "/pause_generation", {"mode": "in_place"})
@@ -146,7 +163,7 @@ async def test_a_full_queue_answers_503(start_engine: StartEngine, session: aioh
 async def test_a_stream_and_a_request_at_the_door_end_when_the_decoding_thread_does(
     start_engine: StartEngine, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ):
-    async with start_engine() as engine:
+    async with start_engine(pace_s=0.05) as engine:
         async with session.post(engine.url + "/generate", json=body(500, stream=True)) as answer:
             await answer.content.readline()
             monkeypatch.setattr(engine._model, "decode", None)
@@ -175,7 +192,7 @@ async def test_a_probe_is_served_before_all_that_wait_and_by_a_full_queue_too(st
             finished.append(rid)
 
         async def probe() -> None:
-            assert set(await EngineControl(session, engine.url).probe(deadline_s=20)) == {"1:0"}
+            assert set(await EngineControl(session, engine.url).probe(deadline_s=60)) == {"1:0"}
             finished.append("probe")
 
         async with asyncio.TaskGroup() as tasks:
@@ -187,6 +204,9 @@ async def test_a_probe_is_served_before_all_that_wait_and_by_a_full_queue_too(st
                 await asyncio.sleep(0)
             assert (await post(session, engine, "/generate", body(2)))[0] == 503
             tasks.create_task(probe())
+            while engine.counters.queued < 5:
+                await asyncio.sleep(0)
+            go_on(engine)
         assert finished[:2] == ["running", "probe"]
 
 
@@ -205,6 +225,7 @@ async def test_when_the_decoding_thread_ends_callers_and_host_are_told(
         running = asyncio.create_task(post(session, engine, "/generate", body(500)))
         await generating(engine, 5)
         monkeypatch.setattr(engine._model, "decode", None)
+        go_on(engine)
         assert (await running)[0] == 500
         with pytest.raises(Exception, match="decoding thread ended"):
             await engine.failed()

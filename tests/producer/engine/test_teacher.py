@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from producer.config import GroupFilter
 from producer.engine.client import EngineClient, Sampling, open_session
+from producer.engine.sglang.ports import held_port
 from producer.pool import EnginePool
 from producer.rollout import Finished, GroupMaker
 from producer.sampler import Sampler
@@ -81,25 +81,24 @@ async def test_a_teacher_with_another_vocabulary_is_refused_at_the_start_and_lat
 
 
 async def test_while_the_teacher_is_away_groups_wait_and_it_is_named_and_then_they_go_on(start_engine: StartEngine, model_a: Path):
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    async with open_session() as session:
-        teacher = teacher_at(session, f"http://127.0.0.1:{port}", texts=texts_of(model_a))
-        await teacher.check()  # it is only told
-        waiting = asyncio.create_task(teacher.score([rollout(), rollout(seed=1)]))
-        async with asyncio.timeout(20):
-            while not teacher.waiting_since:
-                await asyncio.sleep(0.01)
-        ((name, why),) = teacher.resting.items()
-        assert name == f"teacher http://127.0.0.1:{port}"
-        assert "cannot be reached" in why
-        gone = asyncio.create_task(teacher.score([rollout(seed=2)]))
-        await asyncio.sleep(0)
-        gone.cancel()
-        async with start_engine(port=port):
-            async with asyncio.timeout(30):
-                assert np.count_nonzero(await waiting) == 2 * sum(SAMPLED)
-            assert (teacher.waiting_since, teacher.resting) == (0.0, {})
+    with held_port("127.0.0.1", key="port") as port:
+        async with open_session() as session:
+            teacher = teacher_at(session, f"http://127.0.0.1:{port}", texts=texts_of(model_a))
+            await teacher.check()  # it is only told
+            waiting = asyncio.create_task(teacher.score([rollout(), rollout(seed=1)]))
+            async with asyncio.timeout(60):
+                while not teacher.waiting_since:
+                    await asyncio.sleep(0.01)
+            ((name, why),) = teacher.resting.items()
+            assert name == f"teacher http://127.0.0.1:{port}"
+            assert "cannot be reached" in why
+            gone = asyncio.create_task(teacher.score([rollout(seed=2)]))
+            await asyncio.sleep(0)
+            gone.cancel()
+            async with start_engine(port=port):
+                async with asyncio.timeout(60):
+                    assert np.count_nonzero(await waiting) == 2 * sum(SAMPLED)
+                assert (teacher.waiting_since, teacher.resting) == (0.0, {})
 
 
 async def test_one_server_that_is_away_holds_nobody_up(start_engine: StartEngine):
@@ -149,7 +148,7 @@ async def test_scores_travel_in_the_payload_within_what_its_slot_is_charged(stag
     config = stage.config()
     prepared = await stage.create(config)
     await stage.engine("a")
-    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=5.0)
+    pool = EnginePool(stage.registry, stage.ledger, stage.wakeups, deadline_s=60.0)
     await pool.refresh()
     sampler = Sampler(pool=pool, client=EngineClient(stage.session), grader=prepared.grader, config=config.producer, decode=prepared.decode)
     bound = payload_bound(group_size=2, prompt_tokens=8, new_tokens=8, extra_bytes=TEACHER_BYTES)

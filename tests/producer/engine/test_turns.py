@@ -27,7 +27,7 @@ async def test_an_engine_lets_go_in_the_trainers_turns_and_comes_back_with_the_n
     from transformers import AutoModelForCausalLM
 
     run.values |= {"placement": {"layout": "colocated"}, "rollout": {"max_prompt_tokens": 20, "max_new_tokens": 400}}
-    run.values["engine"]["pace_s"] = 0.02
+    run.values["engine"]["pace_s"] = 0.2  # the long request takes over a minute, if nobody ends it
     await run.create()
     stop = asyncio.Event()
     async with wakeups(run.client, run.keys) as waker, run.hosted(stop) as task:
@@ -46,7 +46,7 @@ async def test_an_engine_lets_go_in_the_trainers_turns_and_comes_back_with_the_n
         assert (away.state, away.reason) == (EngineState.UNFIT, AWAY)
         control = EngineControl(session, engine.url)
         assert not await control.ready()
-        checksums = await control.weights_checksum(deadline_s=5)
+        checksums = await control.weights_checksum(deadline_s=WAIT_S)
         assert len(set(dict(checksums["ranks"][0]["checksums"]).values())) == 1, "nothing of its weights is left"
         early = asyncio.ensure_future(ask(session, engine, "early"))
         second = await run.publish(model_b)

@@ -25,7 +25,7 @@ from protocol.errors import ManifestError
 
 from .conftest import StartEngine, written_logprobs
 from .group_sender import Sender, flattened, ordered
-from .test_server import PROMPT, body, generating, get, post
+from .test_server import PROMPT, body, generating, get, go_on, post
 
 _NAMES = itertools.count()
 _NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
@@ -47,6 +47,13 @@ def no_default_group_left() -> Iterator[None]:
 
 @pytest_asyncio.fixture
 async def engine(start_engine: StartEngine) -> AsyncIterator[EmbeddedEngine]:
+    async with start_engine(group_timeout_s=60.0) as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def hasty_engine(start_engine: StartEngine) -> AsyncIterator[EmbeddedEngine]:
+    """Waits in vain not as long as the other."""
     async with start_engine(group_timeout_s=3.0) as running:
         yield running
 
@@ -150,6 +157,7 @@ async def test_a_running_request_goes_on_in_a_span_of_the_new_version(
     await generating(engine, 20)
     await post(session, engine, "/pause_generation", {"mode": "retract"})
     split = engine.counters.generated_tokens
+    go_on(engine)
     await post(session, engine, "/begin_weight_update")
     assert (await transfer(session, engine, sender, bucket(tensors, sender.name), flattened(tensors)))[0] == 200
     assert (await transfer(session, engine, sender, bucket(tensors, sender.name, "1:1", flush_cache=True), flattened(tensors)))[0] == 200
@@ -184,27 +192,29 @@ async def test_a_separate_process_sends_and_one_that_is_killed_in_between_change
         await serves(session, engine, *((model_a, "1:0") if expected == 400 else (model_b, "1:1")))
 
 
-async def test_a_sender_that_never_comes_or_whose_store_is_no_store_is_refused_in_time(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path):
+async def test_a_sender_that_never_comes_or_whose_store_is_no_store_is_refused_in_time(
+    hasty_engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path
+):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
-        asked = asyncio.create_task(post(session, engine, "/init_weights_update_group", where("mute", port)))
+        asked = asyncio.create_task(post(session, hasty_engine, "/init_weights_update_group", where("mute", port)))
         status, answer = await asked
         assert (status, answer["success"]) == (400, False)
         assert answer["message"].startswith("Failed to initialize custom process group: ")
-    status, answer = await post(session, engine, "/init_weights_update_group", where("nobody", port))
+    status, answer = await post(session, hasty_engine, "/init_weights_update_group", where("nobody", port))
     assert status == 400
     assert "nobody" in answer["message"]
-    await serves(session, engine, model_a, "1:0")
+    await serves(session, hasty_engine, model_a, "1:0")
 
 
-async def test_a_sender_that_listens_and_never_joins_is_refused_in_time(engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path):
+async def test_a_sender_that_listens_and_never_joins_is_refused_in_time(hasty_engine: EmbeddedEngine, session: aiohttp.ClientSession, model_a: Path):
     sender = Sender(f"wg-{next(_NAMES)}")
-    running = asyncio.create_task(post(session, engine, "/generate", body(300)))
-    status, answer = await post(session, engine, "/init_weights_update_group", where(sender.name, sender.port))
+    running = asyncio.create_task(post(session, hasty_engine, "/generate", body(300)))
+    status, answer = await post(session, hasty_engine, "/init_weights_update_group", where(sender.name, sender.port))
     assert (status, answer["success"]) == (400, False)
     assert (await running)[0] == 200
     sender.leave()
-    await serves(session, engine, model_a, "1:0")
+    await serves(session, hasty_engine, model_a, "1:0")
 
 
 async def broken(session: aiohttp.ClientSession, engine: EmbeddedEngine, sender: Sender, answer: tuple[int, Any], reason: str) -> None:
@@ -231,7 +241,7 @@ async def broken(session: aiohttp.ClientSession, engine: EmbeddedEngine, sender:
     ids=["nothing", "much more", "one element more", "one element less", "half"],
 )
 async def test_other_bytes_than_announced_change_nothing(
-    engine: EmbeddedEngine,
+    start_engine: StartEngine,
     session: aiohttp.ClientSession,
     connect: Connect,
     model_a: Path,
@@ -239,12 +249,13 @@ async def test_other_bytes_than_announced_change_nothing(
     sent: Callable[[torch.Tensor], torch.Tensor | None],
     reason: str,
 ):
-    sender, tensors = await connect(engine), ordered(model_b)
-    await post(session, engine, "/begin_weight_update")
-    bytes_sent = sent(flattened(tensors))
-    answer = await transfer(session, engine, sender, bucket(tensors, sender.name, "1:1"), *([] if bytes_sent is None else [bytes_sent]))
-    await broken(session, engine, sender, answer, reason)
-    await serves(session, engine, model_a, "1:0")
+    async with start_engine(group_timeout_s=8.0 if reason == "Timed out" else 60.0) as engine:
+        sender, tensors = await connect(engine), ordered(model_b)
+        await post(session, engine, "/begin_weight_update")
+        bytes_sent = sent(flattened(tensors))
+        answer = await transfer(session, engine, sender, bucket(tensors, sender.name, "1:1"), *([] if bytes_sent is None else [bytes_sent]))
+        await broken(session, engine, sender, answer, reason)
+        await serves(session, engine, model_a, "1:0")
 
 
 async def test_a_sender_that_leaves_while_it_is_waited_for_is_noticed_at_once(
@@ -257,7 +268,7 @@ async def test_a_sender_that_leaves_while_it_is_waited_for_is_noticed_at_once(
         while not engine._updates.groups._receiving:
             await asyncio.sleep(0)
         sender.leave()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await broken(session, engine, sender, await waiting, f"group {sender.name}")
         await serves(session, engine, model_a, "1:0")
 
@@ -372,6 +383,7 @@ async def test_an_update_whose_client_goes_away_is_followed_to_its_end(engine: E
         await asyncio.sleep(0)
     update.cancel()
     await asyncio.gather(update, return_exceptions=True)
+    go_on(engine)
     await running
     while engine._updates._followed:
         await asyncio.sleep(0)
@@ -385,6 +397,7 @@ async def test_a_flush_that_is_asked_for_while_requests_live_is_refused_as_sglan
     running = asyncio.create_task(post(session, engine, "/generate", body(300)))
     await generating(engine, 5)
     await post(session, engine, "/pause_generation", {"mode": "in_place"})
+    go_on(engine)
     await post(session, engine, "/begin_weight_update")
     status, answer = await transfer(session, engine, sender, bucket(tensors, sender.name, "1:1", flush_cache=True), flattened(tensors))
     assert status == 400
@@ -399,7 +412,7 @@ async def test_groups_are_refused_that_are_not_one_sender_and_this_engine_by_glo
     for wrong in ({"backend": "nccl"}, {"world_size": 3}, {"rank_offset": 0}, {"group_name": ""}, {"master_port": 0}, {"group_name": sender.name}):
         status, answer = await post(session, engine, "/init_weights_update_group", where("g", sender.port) | wrong)
         assert (status, answer["success"]) == (400, False)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for _ in range(5):  # senders that died left their groups: the oldest make room
             last = await connect(engine)
     assert engine._updates.groups.names[-1] == last.name

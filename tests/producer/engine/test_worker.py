@@ -17,7 +17,7 @@ from producer.engine.embedded import weights, worker
 from producer.engine.embedded.server import EmbeddedEngine
 
 from .conftest import StartEngine
-from .test_server import body, generating, get, post
+from .test_server import body, generating, get, go_on, post
 
 
 async def test_retracted_requests_wait_first_and_answer_whole(engine: EmbeddedEngine, session: aiohttp.ClientSession):
@@ -34,6 +34,7 @@ async def test_retracted_requests_wait_first_and_answer_whole(engine: EmbeddedEn
     assert [request.rid for request in engine._worker._waiting][8:] == ["r8", "r9"]
     assert (await post(session, engine, "/abort_request", {"rid": "r3"}))[0] == 200
     assert engine.counters.retracted == 7
+    go_on(engine)
     await post(session, engine, "/continue_generation")
     answers = {answer["meta_info"]["id"]: answer for _, answer in await asyncio.gather(*running)}
     assert answers["r3"]["meta_info"]["finish_reason"]["type"] == "abort"
@@ -49,6 +50,7 @@ async def test_long_contexts_come_back_in_several_prefills(engine: EmbeddedEngin
     await post(session, engine, "/pause_generation", {"mode": "retract"})
     before = engine.counters.prefills
     monkeypatch.setattr(worker, "_PREFILL_TOKENS", 60)
+    go_on(engine)
     await post(session, engine, "/continue_generation")
     assert {len(answer["output_ids"]) for _, answer in await asyncio.gather(*running)} == {60}
     assert engine.counters.prefills - before >= 3
@@ -63,7 +65,7 @@ async def test_a_token_clock_spaces_steps_and_commands_do_not_wait_for_it(start_
     async with start_engine(pace_s=3600.0) as engine:
         running = asyncio.create_task(post(session, engine, "/generate", body(100)))
         await generating(engine, 2)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert (await post(session, engine, "/pause_generation", {"mode": "abort"}))[0] == 200
             assert len((await running)[1]["output_ids"]) == 2
 

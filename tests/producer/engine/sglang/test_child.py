@@ -88,7 +88,7 @@ async def test_one_that_the_kernel_does_not_let_go_is_given_up_and_named(tmp_pat
     monkeypatch.setattr(child, "_kill", lambda: None)
     monkeypatch.setattr(module, "_REAP_S", 0.05)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             await child.end(0.05)
             await child.end(0.05)
         assert child.code is None

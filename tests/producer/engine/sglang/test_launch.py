@@ -75,22 +75,22 @@ def alive(pid: int) -> bool:
 
 def test_keys_come_from_the_environment_and_are_not_logged(environment: dict[str, str]):
     keys = {"ROLLSTREAM_ENGINE_KEY": "one-secret", "ROLLSTREAM_ENGINE_ADMIN_KEY": "another"}
-    said = subprocess.run([sys.executable, str(LAUNCH), "--x", "1"], env=environment | keys, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run([sys.executable, str(LAUNCH), "--x", "1"], env=environment | keys, capture_output=True, text=True, check=True, timeout=300).stdout
     assert "server_args=['--x', '1', '--api-key', '***', '--admin-api-key', '***']" in said
     assert "path [] argv 3 args 6" in said, "what lies beside the file is not importable, and the keys are in no command line"
     assert "killed the rest" in said
 
 
 def test_without_keys_nothing_is_added(environment: dict[str, str]):
-    said = subprocess.run([sys.executable, str(LAUNCH), "--x"], env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = subprocess.run([sys.executable, str(LAUNCH), "--x"], env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
     assert "server_args=['--x']" in said
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("cpu", "words"), [("1", "sgl_kernel.deep.inside.gemm is a compiled kernel"), ("", "no kernels: No module named 'sgl_kernel'")])
 def test_on_a_cpu_every_process_of_the_server_does_without_kernels(environment: dict[str, str], cpu: str, words: str):
     command = [sys.executable, str(LAUNCH), "--spawn"]
-    said = subprocess.run(command, env=environment | {"SGLANG_USE_CPU_ENGINE": cpu}, capture_output=True, text=True, check=True, timeout=150).stdout
+    said = subprocess.run(command, env=environment | {"SGLANG_USE_CPU_ENGINE": cpu}, capture_output=True, text=True, check=True, timeout=500).stdout
     assert words in said
 
 
@@ -102,13 +102,13 @@ def test_a_server_dies_with_its_host(environment: dict[str, str]):
         server = int(host.stdout.readline())
         assert alive(server)
         host.send_signal(signal.SIGKILL)
-        host.wait(30)
+        host.wait(60)
         while alive(server):
             time.sleep(0.01)
 
 
 def test_a_server_whose_host_is_gone_already_does_not_start(environment: dict[str, str]):
     done = subprocess.run(
-        [sys.executable, str(LAUNCH), "--stay"], env=environment | {"ROLLSTREAM_ENGINE_HOST_PID": "1"}, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, str(LAUNCH), "--stay"], env=environment | {"ROLLSTREAM_ENGINE_HOST_PID": "1"}, capture_output=True, text=True, check=False, timeout=300
     )
     assert (done.returncode, done.stdout) == (1, "")
