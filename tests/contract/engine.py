@@ -91,11 +91,11 @@ class Engine:
         assert (status, answer["success"]) == (200, True)
         return str(answer["per_engine_checksum"])
 
-    async def alone_before_its_end(self, one: Running) -> bool:
-        """Whether, while `one` is still written, everything else has left the engine; returns once it has, or `one` is over."""
-        while not one.task.done():
+    async def decodes(self, count: int, *, before_the_end_of: Running) -> bool:
+        """Return once the engine says that it decodes so many requests; False: that one was over before."""
+        while not before_the_end_of.task.done():
             lines = str((await self.get("/metrics")).body).splitlines()
-            if sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("sglang:num_running_reqs{")) == 1:
+            if sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("sglang:num_running_reqs{")) == count:
                 return True
             await asyncio.sleep(0.05)
         return False

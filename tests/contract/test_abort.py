@@ -99,9 +99,10 @@ async def test_the_projects_client_keeps_what_an_abort_left(engine: Engine):
 
 
 async def test_a_caller_who_goes_away_frees_its_slot(engine: Engine):
-    """Long before it would have been over: one as long that was asked for later still writes."""
-    asked = asyncio.create_task(engine.generate(asking(LONG, rid="gone")))
-    async with engine.running(1) as (later,):
+    """Long before it would have been over: one as long that was asked for just before still writes."""
+    async with engine.running(1) as (other,):
+        asked = asyncio.create_task(engine.generate(asking(LONG, rid="gone")))
+        assert await engine.decodes(2, before_the_end_of=other)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        assert await engine.alone_before_its_end(later)
+        assert await engine.decodes(1, before_the_end_of=other)

@@ -91,13 +91,14 @@ async def test_what_cannot_be_served_is_told_in_the_stream(engine: Engine, wrong
 
 
 async def test_a_reader_who_hangs_up_ends_the_request(engine: Engine):
-    """Long before it would have been over: one as long that was asked for later still writes."""
-    async with engine.stream(asking(LONG)) as stream:
-        async for event in stream:
-            if len(event["output_ids"]) > 10:
-                break
-    async with engine.running(1) as (later,):
-        assert await engine.alone_before_its_end(later)
+    """Long before it would have been over: one as long that was asked for just before still writes."""
+    async with engine.running(1) as (other,):
+        async with engine.stream(asking(LONG)) as stream:
+            async for event in stream:
+                if len(event["output_ids"]) > 10:
+                    break
+            assert await engine.decodes(2, before_the_end_of=other)
+        assert await engine.decodes(1, before_the_end_of=other)
 
 
 async def test_an_aborted_stream_ends_with_what_there_is(engine: Engine):
