@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,27 +26,28 @@ from deploy.redis_server import server_binary
 
 NODE_TIMEOUT_MS = 1000
 """A node that is silent for so long is failed over."""
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 _LOOK_S = 0.02
 
 
+_PORTS = range(10_500, 22_500)
+"""Below those that Linux gives to who asks for any (from 32768): none of these is taken by a connection before its server listens, or while that is away."""
+
+
 def free_ports(count: int, *, shift: int = 0) -> list[int]:
-    """Ports nobody listens on now; with a `shift`, neither on the port so much higher."""
+    """Ports nobody listens on now, and nobody is given who did not ask for them; with a `shift`, of at most 10,000, neither on the port so much higher."""
     held: list[socket.socket] = []
     found: list[int] = []
+    chance = random.SystemRandom()  # suites side by side ask too, and tests seed the other one
     try:
         while len(found) < count:
-            sockets = [socket.socket()]
-            sockets[0].bind(("127.0.0.1", 0))
-            port = sockets[0].getsockname()[1]
-            held.append(sockets[0])
-            if shift:
-                second = socket.socket()
-                held.append(second)
-                try:
-                    second.bind(("127.0.0.1", port + shift))
-                except (OSError, OverflowError):
-                    continue
+            port = chance.choice(_PORTS)
+            try:
+                for wanted in {port, port + shift}:
+                    held.append(socket.socket())
+                    held[-1].bind(("127.0.0.1", wanted))
+            except OSError:
+                continue
             found.append(port)
     finally:
         for one in held:

@@ -53,11 +53,11 @@ def redis_url() -> Iterator[str]:
         command = server_command(Path(folder))
         process = subprocess.Popen(command.argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
-            asyncio.run(wait_ready(command.url))
+            asyncio.run(wait_ready(command.url, timeout_s=120.0))
             yield command.url
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +88,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest_asyncio.fixture
 async def redis(redis_url: str) -> AsyncIterator[Client]:
     """A client; the test fails if it leaves keys without expiry outside its own run (see `keys`)."""
-    client = connect(redis_url, deadline_s=5.0)
+    client = connect(redis_url, deadline_s=60.0)
     try:
         yield client
     finally:

@@ -23,7 +23,7 @@ def answers_of(member: Callable[..., None], *arguments: Any, ranks: int = 2, tim
     try:
         found = dict(answers.get(timeout=timeout_s) for _ in members)
         for one in members:
-            one.join(20)
+            one.join(60)
     finally:
         for one in members:
             one.kill()

@@ -368,7 +368,7 @@ async def on_cluster_terms(redis: Client, keys: Keys) -> AsyncIterator[Harness]:
 @pytest_asyncio.fixture
 async def on_cluster(three_nodes: Cluster) -> AsyncIterator[Harness]:
     """A real cluster of three nodes."""
-    client = connect(three_nodes.url, deadline_s=20.0)
+    client = connect(three_nodes.url, deadline_s=60.0)
     harness = RedisHarness(client, Keys(f"c-{uuid.uuid4().hex[:12]}"))
     try:
         async for checked in _checked(harness):

@@ -164,7 +164,7 @@ async def test_a_hole_in_a_step_that_is_not_asked_for_is_no_gap(world: Any, tmp_
 
 async def taken(stream: AsyncGenerator[RecordedStep, None], count: int) -> list[tuple[int, int]]:
     """(step, incarnation) of the next `count`."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         found = [await anext(stream) for _ in range(count)]
     return [(step.step, step.incarnation) for step in found]
 
@@ -193,7 +193,7 @@ async def test_a_follower_is_known_takes_nothing_and_is_given_rewound_steps_agai
     await ledger.trained(second, 4, "other weights still", {})
     await ledger.drain(second, "test")
     assert await taken(stream, 1) == [(4, 2)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         assert await anext(stream, None) is None, "the run has drained"
 
 
@@ -227,7 +227,7 @@ async def test_a_run_that_goes_back_while_a_step_is_read_ends_no_follower(world:
         while not gone_back:
             await asyncio.sleep(0)
         await train_again(world, 2, 3)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             assert (await following).incarnation == 2
     await stream.aclose()
 

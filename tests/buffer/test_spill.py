@@ -318,7 +318,7 @@ async def test_a_full_disk_keeps_payloads_in_redis_says_since_when_and_is_mended
     bulk = {"bulk": np.random.default_rng(0).integers(0, 200, 1500, dtype=np.uint8)}
     put = {step: await train(world, storage, incarnation, step, extras=bulk) for step in (1, 2, 3, 4)}
     assert sum(len(payload) for one in put.values() for payload in one.values()) * 2 > 9_000
-    async with asyncio.timeout(30), spilling(spiller) as ears:
+    async with asyncio.timeout(100), spilling(spiller) as ears:
         problem = await ears.failures.get()
         assert isinstance(problem, OSError)
         assert problem.errno == errno.ENOSPC
@@ -354,7 +354,7 @@ async def test_a_replaced_trainer_spills_no_more(world: Harness, tmp_path: Path,
     spiller = Spiller(world.ledger, storage, first)
     with pytest.raises(Fenced):
         await spiller.flush()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         await rounds(spiller.flush, asyncio.Event(), spiller)  # ends by itself
     assert await world.payload_count() == 12
     assert await Spiller(world.ledger, storage, second).flush() == 2
@@ -365,7 +365,7 @@ async def test_upkeep_spills_what_came_last_when_it_closes(world: Harness, tmp_p
     config = config_of(tmp_path)
     incarnation = await world.start(config)
     storage = open_storage(config, "demo")
-    async with asyncio.timeout(30), upkeep(world.ledger, storage, incarnation) as spiller:
+    async with asyncio.timeout(100), upkeep(world.ledger, storage, incarnation) as spiller:
         assert spiller is not None
         for step in (1, 2, 3):
             await train(world, storage, incarnation, step)
@@ -377,7 +377,7 @@ async def test_upkeep_spills_what_came_last_when_it_closes(world: Harness, tmp_p
 
 async def test_a_run_without_a_spill_has_upkeep_all_the_same(world: Harness) -> None:
     incarnation = await world.start(settings())
-    async with asyncio.timeout(30), upkeep(world.ledger, Storage(), incarnation) as spiller:
+    async with asyncio.timeout(100), upkeep(world.ledger, Storage(), incarnation) as spiller:
         assert spiller is None
 
 

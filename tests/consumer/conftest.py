@@ -233,7 +233,7 @@ def make_config(model_path: Path, tmp_path: Path, redis_url: str, keys: Keys) ->
         prompts.write_text('{"prompt": "1+2=", "label": "3"}\n')
         tables: dict[str, dict[str, Any]] = {
             "run": {"name": name, "dir": str(tmp_path / name), "seed": 1},
-            "redis": {"url": redis_url, "deadline_s": 5.0},
+            "redis": {"url": redis_url, "deadline_s": 60.0},
             "model": {"path": str(model_path)},
             "data": {"path": str(prompts)},
             "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_new_tokens": 8},

@@ -19,7 +19,7 @@ from tests.faults.rounds import CHUNK, KILLED, PRODUCERS, REDIS, SEED, TRAINER, 
 from tests.faults.synthetic import group_of
 from tests.faults.verdict import judge
 
-pytestmark = [pytest.mark.redis, pytest.mark.faults]
+pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 async def judged(folder: Path, plan: Plan, **options: Any) -> Round:

@@ -18,7 +18,7 @@ from protocol.wakeups import wakeups
 from tests.clusters import Server, free_ports
 from tests.pair import Pair
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 STEPS = 3
 
 
@@ -34,7 +34,7 @@ async def server(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterato
 
 @pytest_asyncio.fixture
 async def pair(server: Server) -> AsyncIterator[Pair]:
-    client, keys = connect(server.url, deadline_s=10.0), Keys("run")
+    client, keys = connect(server.url, deadline_s=60.0), Keys("run")
     try:
         async with wakeups(client, keys) as waker:
             pair = Pair(client, keys, waker)
@@ -112,6 +112,7 @@ async def test_a_loss_while_producers_work_trains_nothing_twice(server: Server, 
 @pytest.mark.parametrize("server", [{"appendfsync": "everysec"}, {"appendfsync": "always"}], indirect=True, ids=str)
 async def test_the_disk_confirms_what_was_written(server: Server, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = await check_server(pair.client, url=server.url)
+    monkeypatch.setattr(durability, "_WAIT_S", 50.0)
     await pair.train_until(1)
     assert await Durability(pair.client, pair.keys, facts)("a step")
     monkeypatch.setattr(durability, "_WAIT_S", 2.5)

@@ -43,7 +43,7 @@ async def start(config: Path, *arguments: str, piped: bool = False) -> asyncio.s
 async def said(process: asyncio.subprocess.Process, words: str) -> None:
     """Returns once the producer has logged `words`."""
     assert process.stderr is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while words not in (line := (await process.stderr.readline()).decode()):
             assert line, f"ended without saying {words!r}"
 
@@ -52,7 +52,7 @@ async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str
     """Exit code and messages."""
     log = stage.folder / "run.log"
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             code = await process.wait()
     except TimeoutError:
         process.kill()
@@ -63,7 +63,7 @@ async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str
 
 async def until(stage: Any, condition: Any, *topics: Topic) -> Any:
     """The status of the ledger once `condition(status)` holds."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while True:
             mark = stage.wakeups.mark(*topics)
             status = await stage.ledger.status()
@@ -213,14 +213,14 @@ async def own_redis() -> AsyncIterator[OwnRedis]:
 @pytest.mark.faults
 async def test_groups_finished_while_redis_is_away_are_put_when_it_is_back_and_a_longer_outage_ends_the_process(own_redis: OwnRedis, make_stage: Any) -> None:
     url, keys = own_redis.command.url, Keys("outage")
-    client = connect(url, deadline_s=10.0)
+    client = connect(url, deadline_s=60.0)
     async with wakeups(client, keys) as waker, aiohttp.ClientSession() as session:
         stage = make_stage(redis=client, keys=keys, url=url, waker=waker, session=session)
         try:
             await stage.create(stage.config(), pipeline_depth=1.0)
             engine = await stage.engine("a")
             engine.behave = lambda _: "hang"
-            process = await start(stage.file(redis={"deadline_s": 6.0}))
+            process = await start(stage.file(redis={"deadline_s": 15.0}))
             await until(stage, lambda status: status.generating == 2, Topic.READY)
             await engine.arrived.wait()
 
