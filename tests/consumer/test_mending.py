@@ -42,7 +42,7 @@ from weightsync.channel import Channel
 
 from .conftest import Sampler, header_of, serve_newest
 
-pytestmark = [pytest.mark.redis, pytest.mark.faults]
+pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 class Server:
@@ -50,13 +50,13 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.copy = folder, folder.with_name("copy")
-        self.command = server_command(folder)
+        self.command = server_command(folder, appendfsync="always")  # what it has acknowledged is in the file that is copied
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
         self._process = await asyncio.create_subprocess_exec(*self.command.argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL)
-        await wait_ready(self.command.url)
+        await wait_ready(self.command.url, timeout_s=120.0)
 
     async def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -88,7 +88,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def client(server: Server) -> AsyncIterator[Client]:
-    client = connect(server.command.url, deadline_s=20.0)
+    client = connect(server.command.url, deadline_s=60.0)
     try:
         yield client
     finally:
@@ -105,6 +105,21 @@ def run(server: Server, make_config: Callable[..., Any]) -> Callable[..., Traine
         return config
 
     return configured
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], asyncio.Event]:
+    """`go = hold(step)`: no trainer begins that step before `go.set()`, so nothing that must come before it can come too late."""
+    held: dict[int, asyncio.Event] = {}
+    take = TrainingLoop._take
+
+    async def when_let_go(loop: TrainingLoop, step: int, index: int) -> Any:
+        if step in held:
+            await held[step].wait()
+        return await take(loop, step, index)
+
+    monkeypatch.setattr(TrainingLoop, "_take", when_let_go)
+    return lambda step: held.setdefault(step, asyncio.Event())
 
 
 async def train(config: TrainerDaemonConfig, client: Client, *, new: bool = True, **options: Any) -> None:
@@ -171,16 +186,19 @@ async def verdict(config: TrainerDaemonConfig, client: Client, steps: int) -> li
 
 
 async def test_a_running_trainer_goes_on_with_the_same_step_and_trains_nothing_twice(
-    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig]
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig], hold: Callable[[int], asyncio.Event]
 ) -> None:
     config = run(stop__steps=14)
     keys = Keys(config.run.name)
-    async with asyncio.timeout(100), around(client, keys, sampler) as group:
+    copied, went_back = hold(6), hold(14)
+    async with asyncio.timeout(400), around(client, keys, sampler) as group:
         trainer = group.create_task(train(config, client))
         await reached(client, keys, 3)
         await server.remember()
+        copied.set()
         await reached(client, keys, 7)
         await server.go_back()
+        went_back.set()
         await trainer
         witness = await verdict(config, client, 14)
     assert [(line.incarnation, line.step) for line in witness] == [(1, step) for step in range(1, 15)], "no step was computed again"
@@ -224,7 +242,7 @@ async def test_a_step_that_was_under_way_while_somebody_elses_call_had_the_ledge
 
     monkeypatch.setattr(TrainingLoop, "_take", take_late)
     monkeypatch.setattr(Mender, "trained", trained_late)
-    async with asyncio.timeout(60), around(client, keys, sampler):
+    async with asyncio.timeout(400), around(client, keys, sampler):
         await train(config, client)
         witness = await verdict(config, client, 6)
     assert staged == [at]
@@ -232,13 +250,15 @@ async def test_a_step_that_was_under_way_while_somebody_elses_call_had_the_ledge
 
 
 async def test_a_resumed_trainer_tells_the_ledger_of_the_checkpoint_that_it_lost(
-    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig]
+    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig], hold: Callable[[int], asyncio.Event]
 ) -> None:
     keys = Keys(run().run.name)
-    async with asyncio.timeout(100), around(client, keys, sampler) as group:
+    copied = hold(6)
+    async with asyncio.timeout(400), around(client, keys, sampler) as group:
         trainer = group.create_task(train(run(stop__steps=8), client))
         await reached(client, keys, 3)
         await server.remember()
+        copied.set()
         await trainer
         await server.go_back()
         assert (await RedisLedger(client, keys).status()).trained < 8
@@ -263,7 +283,7 @@ async def test_a_resumed_trainer_goes_on_from_checkpoints_whose_registration_alo
             await server.remember()
         return await register(self, incarnation, checkpoint, keep=keep)
 
-    async with asyncio.timeout(100), around(client, keys, sampler):
+    async with asyncio.timeout(400), around(client, keys, sampler):
         with monkeypatch.context() as patch:
             patch.setattr(RedisLedger, "checkpoint", held)
             await train(config, client)
@@ -295,11 +315,18 @@ def test_files_that_are_gone_prove_a_loss_only_where_later_ones_are_there(tmp_pa
 
 
 async def test_a_trainer_that_died_while_it_told_the_ledger_again_is_followed_by_one_that_does(
-    server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig], monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    client: Client,
+    sampler: Sampler,
+    run: Callable[..., TrainerDaemonConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Callable[[int], asyncio.Event],
 ) -> None:
     """Half told, the ledger knows the last incarnation, and neither its steps nor its checkpoint."""
     config = run(stop__steps=6)
     keys = Keys(config.run.name)
+
+    copied, went_back = hold(5), hold(12)
 
     class Died(Exception):
         pass
@@ -308,10 +335,11 @@ async def test_a_trainer_that_died_while_it_told_the_ledger_again_is_followed_by
         if at is Failpoint.TRAINER_REASSERTING:
             raise Died
 
-    async with asyncio.timeout(100), around(client, keys, sampler):
+    async with asyncio.timeout(400), around(client, keys, sampler):
         first = asyncio.create_task(train(config, client))
         await reached(client, keys, 3)
         await server.remember()
+        copied.set()
         await first
         config = run(stop__steps=12)
         with monkeypatch.context() as patch:
@@ -319,6 +347,7 @@ async def test_a_trainer_that_died_while_it_told_the_ledger_again_is_followed_by
             second = asyncio.create_task(train(config, client, new=False))
             await reached(client, keys, 7)
             await server.go_back()
+            went_back.set()
             with pytest.raises(BaseExceptionGroup) as problems:
                 await second
             assert problems.group_contains(Died)
@@ -334,7 +363,7 @@ async def test_going_back_with_abandon_generates_anew_what_followed(
     server: Server, client: Client, sampler: Sampler, run: Callable[..., TrainerDaemonConfig]
 ) -> None:
     keys = Keys(run().run.name)
-    async with asyncio.timeout(100), around(client, keys, sampler):
+    async with asyncio.timeout(400), around(client, keys, sampler):
         await train(run(stop__steps=6), client)
         first = {line.step: line.seqs for line in read_witness(run().run.folder / "witness.jsonl")}
         await train(run(stop__steps=9), client, new=False, from_step=4, abandon=True)

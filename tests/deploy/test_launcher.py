@@ -22,7 +22,7 @@ from deploy.up.records import read_records
 from deploy.up.supervisor import Child, Finish, Phase, Policy, Role
 from protocol.connection import connect
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 STUB_UP = Path(__file__).with_name("stub_up.py")
 EVERYONE = ["trainer-0", "engine-0", "engine-1", "producer-0"]

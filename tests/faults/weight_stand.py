@@ -74,6 +74,8 @@ class Stand:
     engines: int = 2
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Of the run's configuration: section, key, value."""
+    paced_by: Sequence[str] = ()
+    """Roles of engines: the trainer publishes no version before these serve the one before."""
     keys: Keys = field(default_factory=lambda: Keys("weights"))
     client: Client = field(init=False)
     waker: Wakeups = field(init=False)
@@ -129,7 +131,7 @@ class Stand:
             environ[VARIABLE] = f"{at}:{nth}"
         config = ["-c", str(self.folder / "run.toml"), *(part for one in sets for part in ("--set", one))]
         if role == TRAINER:
-            command = ["tests.faults.weight_trainer", *config, "--every", str(EVERY_S)]
+            command = ["tests.faults.weight_trainer", *config, "--every", str(EVERY_S), "--paced-by", *map(self.engine_id, self.paced_by)]
         elif role in (SERVER, RELAY):
             command = ["tests.faults.weight_process", role, *config]
         else:

@@ -72,6 +72,8 @@ async def test_a_restart_in_the_middle_costs_a_wait(server: Server, begin: Begin
     running = asyncio.create_task(pair.run(), name="test:run")
     for _ in range(3):
         await pair.soon(pair.trained_any, running)
+        if how is signal.SIGKILL:
+            await server.write_out()
         await server.stop(how)
         await pair.told_of_outage(running)
         await server.start()
@@ -131,9 +133,7 @@ async def test_every_call_ends_at_its_deadline_while_nothing_answers(server: Ser
     assert (status.ready, status.generating) == (1, 0)
 
 
-async def test_a_burst_of_puts_ends_at_the_deadline_of_one(
-    server: Server, network: Proxy, begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_burst_of_puts_ends_at_the_deadline_of_one(server: Server, network: Proxy, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share their ways to the server: what waits for others that fail is not asked after them, one after the other."""
     pair = await begin(network.url, config=settings(groups_per_step=40))
     buffer = ProducerBuffer(pair.ledger, pair.wakeups, "p")

@@ -211,6 +211,7 @@ async def own_redis() -> AsyncIterator[OwnRedis]:
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(500)
 async def test_groups_finished_while_redis_is_away_are_put_when_it_is_back_and_a_longer_outage_ends_the_process(own_redis: OwnRedis, make_stage: Any) -> None:
     url, keys = own_redis.command.url, Keys("outage")
     client = connect(url, deadline_s=60.0)

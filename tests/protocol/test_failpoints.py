@@ -33,7 +33,7 @@ def disarmed() -> Iterator[None]:
 
 
 def run(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", LOOP], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", LOOP], env=environ, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.faults
@@ -85,7 +85,7 @@ def test_a_daemon_with_a_wrong_name_does_not_start():
         env={VARIABLE: "nowhere"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
     )
     assert ended.returncode == EXIT_CONFIG

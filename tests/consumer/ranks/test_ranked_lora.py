@@ -22,7 +22,7 @@ pytestmark = pytest.mark.redis
 Tables = Callable[..., dict[str, dict[str, Any]]]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(900)
 async def test_an_adapter_goes_on_on_one_rank_and_on_two_again_as_if_one_had_trained_it_all(
     redis: Client, keys: Keys, make_config: Tables, as_file: Callable[..., Path], producing: Callable[..., Any], start: Callable[..., Awaitable[Any]]
 ):
@@ -30,7 +30,7 @@ async def test_an_adapter_goes_on_on_one_rank_and_on_two_again_as_if_one_had_tra
     tables = make_config(**changes)
     file, folder = as_file(tables), Path(tables["run"]["dir"])
     producing(keys)
-    async with asyncio.timeout(180):
+    async with asyncio.timeout(800):
         for how, steps in (("--new", 2), ("", 4), ("--resume", 5)):
             if how:
                 process = await start(file, how, "trainer.ranks=2", f"stop.steps={steps}")
