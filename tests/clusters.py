@@ -112,6 +112,17 @@ class Server:
         assert self.process is not None
         os.kill(self.process.pid, number)
 
+    async def write_out(self) -> None:
+        """What it has acknowledged is in the append-only file, and nothing more is acknowledged: for a server that is killed next. With `everysec` it keeps
+        writes in memory for as long as the disk is busy, two seconds at most.
+        """
+        await self.ask("CLIENT PAUSE", 1000 * int(_PATIENCE_S), "WRITE")
+
+        async def empty() -> bool:
+            return (await self.ask("INFO", "persistence"))["aof_buffer_length"] == 0
+
+        await until(empty, "the append-only file has everything")
+
     async def stop(self, number: int = signal.SIGKILL) -> None:
         """Send the signal and return once the process is gone."""
         if self.process is not None:

@@ -54,7 +54,7 @@ class Pair:
     config: BufferConfig = field(default_factory=settings)
     tokens: int = 64
     """Of a group; its payload has about 9 bytes for each."""
-    patience_s: float = 60.0
+    patience_s: float = 600.0
     acknowledged: set[tuple[int, int, str]] = field(default_factory=set)
     duplicates: int = 0
     """Puts whose first reply was lost."""
@@ -79,8 +79,8 @@ class Pair:
 
     async def begin(self) -> None:
         """Make the run and attach."""
-        assert await self.ledger.create(IDENTITY, self.config)
-        attached = await self.ledger.attach(None, trainer_id="trainer")
+        assert await self.patiently(lambda: self.ledger.create(IDENTITY, self.config)) or self.outages, "there was a run already"
+        attached = await self.patiently(lambda: self.ledger.attach(None, trainer_id="trainer"))
         self.incarnation, self.incarnation_id = attached.incarnation, attached.incarnation_id
         await self.serve()
 
@@ -223,11 +223,11 @@ class Pair:
 
     async def check(self, steps: int, *, most_expired: int = 0) -> None:
         """Nothing that was acknowledged is lost, nothing was trained twice, and the slots did not all expire."""
-        status = await self.ledger.status()
+        status = await self.patiently(self.ledger.status)
         assert status.state is RunState.DRAINING
         assert status.trained == steps == len(self.trained)
         seqs = self.trained_once()
-        left = {int(header.seq) for header in await self.ledger.ready(10_000)}
+        left = {int(header.seq) for header in await self.patiently(lambda: self.ledger.ready(10_000))}
         lost = {seq for seq, _, _ in self.acknowledged} - seqs - left
         assert not lost, f"acknowledged, and neither trained nor ready: {sorted(lost)}"
         assert sum(status.releases.values()) <= most_expired, status.releases

@@ -67,7 +67,7 @@ async def test_reserve_waits_for_the_edge_and_wakes_when_it_opens(on_redis: Redi
         edges.append(edge)
         blocked.set()
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(buffer.reserve(3, BIG, on_blocked))
         await blocked.wait()
         await on_redis.train(incarnation, 1)
@@ -90,7 +90,7 @@ async def test_a_waiting_producer_hears_that_the_run_ended(on_redis: RedisHarnes
         with pytest.raises(RunEnded):
             await buffer.reserve(1, BIG, lambda _edge: blocked.set())
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         tasks.create_task(reserve())
         await blocked.wait()
         await on_redis.ledger.drain(incarnation, "end")
@@ -143,7 +143,7 @@ async def test_the_trainer_fetches_the_groups_of_a_chunk_in_order(on_redis: Redi
     producer, trainer = ProducerBuffer(on_redis.ledger, waker, "p1"), TrainerBuffer(on_redis.ledger, waker, incarnation)
     await on_redis.ledger.open_step(incarnation, 1)
     blocked = asyncio.Event()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(trainer.lease(1, 0, lambda _edge: blocked.set()))
         await blocked.wait()
         for slot in reversed(await producer.reserve(4, BIG)):
@@ -171,7 +171,7 @@ async def test_a_lost_payload_is_replaced_while_fetching(on_redis: RedisHarness,
     key = on_redis.keys.payload(headers[3].seq, headers[3].attempt, headers[3].token)
     await on_redis.client.set(key, b"damaged", keepttl=True)
     blocked = asyncio.Event()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         fetching = tasks.create_task(trainer.fetch(chunk, lambda _edge: blocked.set()))
         await blocked.wait()
         for slot in await producer.reserve(1, BIG):
@@ -200,7 +200,7 @@ async def test_a_payload_lost_from_a_whole_step_of_another_trainer_is_replaced_u
     leased = await trainer.lease(1, 0)
     await on_redis.lose_payload(headers[1])
     blocked = asyncio.Event()
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         fetching = tasks.create_task(trainer.fetch(leased, lambda _edge: blocked.set()))
         await blocked.wait()
         (slot,) = await producer.reserve(1, BIG)
@@ -239,7 +239,7 @@ async def test_a_slow_batch_holds_up_no_other_and_two_are_read_at_once(on_redis:
         return found
 
     monkeypatch.setattr(on_redis.ledger, "payloads", payloads)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         _, groups = await trainer.fetch(chunk)
     assert [header.seq for header, _ in groups] == [0, 1, 2, 3]
     assert most == 2
@@ -283,7 +283,7 @@ async def test_payloads_that_no_reader_understands_are_named_and_replaced(on_red
             payload = payload[:-1]
         await producer.put(dataclasses.replace(header, payload_bytes=len(payload), payload_digest=digest(payload)), payload)
     await on_redis.ledger.open_step(incarnation, 1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         trained, fetched = await trainer.fetch(await trainer.lease(1, 0))
     assert [header.seq for header, _ in fetched] == seqs_of(trained) == [seq for seq in range(22) if seq not in bad]
     for seq, why in bad.items():

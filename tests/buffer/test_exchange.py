@@ -236,7 +236,7 @@ async def test_an_import_waits_for_slots_and_says_so_and_is_refused_what_the_gua
     async with wakeups(redis, small) as waker:
         plan = await plan_import(export, ledger, run=small.run, identity=IDENTITY, as_version="1:0")
         putting = asyncio.create_task(import_groups(export, plan, ledger, waker, asyncio.Event(), on_blocked=edges.append))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while Edge.NO_SLOT not in edges:
                 await waker.wait(Topic.READY, timeout_s=0.05)
             assert (await ledger.status()).ready == 3
@@ -255,7 +255,7 @@ async def test_an_import_as_the_newest_version_follows_a_run_that_trains_meanwhi
     await ledger.create(IDENTITY, settings(groups_per_step=2, chunk_groups=2, pipeline_depth=0.0, max_staleness=0))
     await ledger.attach(None, trainer_id="t")
     export = await export_steps(source, tmp_path / "all.jsonl", keys, 1, 2)
-    async with wakeups(redis, small) as waker, asyncio.timeout(30):
+    async with wakeups(redis, small) as waker, asyncio.timeout(100):
         plan = await plan_import(export, ledger, run=small.run, identity=IDENTITY, as_version="newest")
         putting = asyncio.create_task(import_groups(export, plan, ledger, waker, asyncio.Event(), on_blocked=lambda _: None))
         for step in (1, 2, 3, 4):

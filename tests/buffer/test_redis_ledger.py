@@ -55,7 +55,7 @@ async def test_a_payload_that_expires_before_its_put_is_set_again(on_redis: Redi
     async def expires_first(self: redis_put.PutPath, request: redis_put.PutRequest) -> redis_put.Reply:
         sent.append(len(request.payload))
         if len(sent) == 1:
-            await on_redis.client.set(request.key, b"", px=1000)  # the ledger finds something else than was sent
+            await on_redis.client.set(request.key, b"", px=600_000)  # the ledger finds something else than was sent
             reply = await send(self, request)
             await on_redis.client.delete(request.key)
             return reply
@@ -71,7 +71,7 @@ async def test_a_put_that_finds_other_bytes_under_its_token_is_given_up(on_redis
     await on_redis.start()
     (slot,) = await on_redis.reserve(1)
     await on_redis.client.set(on_redis.keys.payload(slot.seq, slot.attempt, slot.token), b"of another length", px=60_000)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         with pytest.raises(SlotLost, match="50 bytes"):
             await on_redis.put(slot, Version(1, 0))
     assert (await on_redis.ledger.status()).ready == 0
@@ -384,7 +384,7 @@ async def test_changes_that_somebody_may_wait_for_are_published(on_redis: RedisH
         async def heard() -> set[str]:
             await on_redis.client.publish(on_redis.keys.wakeups, "mark")
             topics: set[str] = set()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(100):
                 async for message in pubsub.listen():
                     if message["type"] == "message":
                         if message["data"] == b"mark":

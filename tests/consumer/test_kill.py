@@ -25,7 +25,7 @@ from protocol.keys import Keys
 from protocol.messages import Edge, TrainerStatus
 from protocol.presence import Presence
 
-pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -42,7 +42,7 @@ async def test_a_killed_trainer_resumes_with_the_same_batches_to_the_same_bits(
     file, folder = as_file(tables), Path(tables["run"]["dir"])
     ledger, presence = RedisLedger(redis, keys), Presence(redis, keys, "trainer", TrainerStatus)
     producing(keys, limit=4 * 6 + 2)  # six steps, and the first chunk of the seventh
-    async with asyncio.timeout(220):
+    async with asyncio.timeout(700):
         first = await start(file, "--new")
         while not ((here := await presence.members()) and here[0].trained == 6 and here[0].waiting_for is Edge.NO_GROUP):
             assert first.returncode is None, (await first.communicate())[1].decode()

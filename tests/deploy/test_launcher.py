@@ -22,11 +22,11 @@ from deploy.up.records import read_records
 from deploy.up.supervisor import Child, Finish, Phase, Policy, Role
 from protocol.connection import connect
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 STUB_UP = Path(__file__).with_name("stub_up.py")
 EVERYONE = ["trainer-0", "engine-0", "engine-1", "producer-0"]
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 def _load_stub() -> ModuleType:
@@ -305,7 +305,7 @@ async def test_who_waits_for_redis_to_start_keeps_nobody_from_stopping(tmp_path:
 
 async def test_a_child_that_ignores_the_wish_to_stop_is_killed_and_the_exit_code_is_1(tmp_path: Path, journal: Journal):
     plan = plan_of(tmp_path, journal, ["trainer-0", "engine-0"], engine_0="stubborn")
-    policy = Policy(stop_s=dict.fromkeys(Role, 0.3), alone_s={})
+    policy = Policy(stop_s=dict.fromkeys(Role, 90.0) | {Role.ENGINE: 0.3}, alone_s={})
     launcher = stub.make_launcher(tmp_path, plan, policy=policy)
     async with running(launcher, plan) as task:
         await journal.until("trainer-0 starts", "engine-0 starts")
@@ -318,7 +318,7 @@ async def test_a_child_that_ignores_the_wish_to_stop_is_killed_and_the_exit_code
 async def test_what_the_kernel_does_not_let_go_is_left_behind_and_the_end_comes(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch):
     """A driver that hangs cannot be staged: here the kill does not arrive."""
     plan = plan_of(tmp_path, journal, ["trainer-0", "engine-0"], engine_0="stubborn")
-    launcher = stub.make_launcher(tmp_path, plan, policy=Policy(stop_s=dict.fromkeys(Role, 0.3), alone_s={}, reap_s=0.2))
+    launcher = stub.make_launcher(tmp_path, plan, policy=Policy(stop_s=dict.fromkeys(Role, 90.0) | {Role.ENGINE: 0.3}, alone_s={}, reap_s=0.2))
     async with running(launcher, plan) as task:
         _, engine = await journal.until("trainer-0 starts", "engine-0 starts")
         with monkeypatch.context() as patch:
@@ -393,7 +393,7 @@ async def spawn_up(tmp_path: Path, journal: Journal, children: list[str], *, set
 async def test_a_killed_up_leaves_its_children_and_the_next_one_goes_on_with_them(tmp_path: Path, journal: Journal):
     first = await spawn_up(tmp_path, journal, ["redis-0", *EVERYONE])
     before = await journal.until(*(f"{name} starts" for name in EVERYONE))
-    client = connect(server_command(tmp_path / "redis").url, deadline_s=5.0)
+    client = connect(server_command(tmp_path / "redis").url, deadline_s=60.0)
     await client.set("kept", "1")
     redis_pid = (await client.info("server"))["process_id"]
     first.kill()
@@ -427,7 +427,7 @@ async def test_a_child_of_other_settings_or_of_no_use_is_ended_by_the_next_up(tm
 async def test_a_killed_redis_comes_back_with_its_data(tmp_path: Path, journal: Journal):
     up = await spawn_up(tmp_path, journal, ["redis-0", "trainer-0"])
     await journal.until("trainer-0 starts")
-    client = connect(server_command(tmp_path / "redis").url, deadline_s=10.0)
+    client = connect(server_command(tmp_path / "redis").url, deadline_s=60.0)
     await client.set("kept", "1")
     before = (await client.info("server"))["process_id"]
     os.kill(before, signal.SIGKILL)

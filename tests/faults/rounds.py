@@ -36,13 +36,18 @@ from protocol.failpoints import VARIABLE, VICTIM_VARIABLE, Failpoint
 from protocol.keys import Keys
 from tests.faults import nursery
 from tests.faults.chain_backend import expected_digest
-from tests.faults.synthetic import GROUP_SIZE, MAX_NEW_TOKENS, PROMPT, PROMPT_TOKENS
+from tests.faults.synthetic import GROUP_SIZE, HELD_UNTIL, MAX_NEW_TOKENS, PROMPT, PROMPT_TOKENS
 
 TRAINER, PRODUCERS, REDIS = "trainer", ("producer-0", "producer-1"), "redis"
 STEPS, B, CHUNK = 12, 4, 2
 SEED = 5
 KILLED = -signal.SIGKILL
-_ROUND_S = 90.0
+BUSY_POINTS = frozenset({
+    Failpoint.PRODUCER_RESERVED, Failpoint.PRODUCER_MADE, Failpoint.PRODUCER_PUT, Failpoint.PRODUCER_BEFORE_RELEASE, Failpoint.PRODUCER_RELEASED,
+    Failpoint.PRODUCER_RENEWED,
+})  # fmt: skip
+"""Passed only by a producer that gets its share of the work."""
+_ROUND_S = 400.0
 _KEPT_BYTES = 10_000
 """Of the log of Redis: a server that has lost the very run cannot be told about it."""
 _TOLD_EVENTS, _TOLD_LINES = 40, 12
@@ -109,7 +114,7 @@ class Round:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_run(self.folder, self.url, backend=self.backend, model=self.model, changes=self.changes)
         await self._start_redis()
-        await wait_ready(self.url)
+        await wait_ready(self.url, timeout_s=120.0)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -126,6 +131,11 @@ class Round:
     @property
     def run_folder(self) -> Path:
         return self.folder / "run"
+
+    @property
+    def _killed_file(self) -> Path:
+        """There once somebody has died."""
+        return self.folder / "killed"
 
     @property
     def _redis_folder(self) -> Path:
@@ -153,7 +163,7 @@ class Round:
                 await self._alive[REDIS].wait()
                 self._forget_writes()
                 await self._start_redis()
-            await wait_ready(self.url)
+            await wait_ready(self.url, timeout_s=120.0)
         except TimeoutError:
             raise await self.failure([f"not over after {_ROUND_S:g} s; still there: {', '.join(sorted(set(self._alive) - {REDIS}))}"]) from None
         except ExceptionGroup as problems:
@@ -174,6 +184,7 @@ class Round:
             code = await process.wait()
             del self._alive[role]
             self.exits.setdefault(role, []).append(code)
+            self._killed_file.touch()
             if code == EXIT_DRAINED:
                 return
             if code not in (KILLED, EXIT_TRY_AGAIN):
@@ -186,7 +197,7 @@ class Round:
         return ["consumer.main", *config, "--resume" if await self._is_there() else "--new"]
 
     async def _is_there(self) -> bool:
-        client = connect(self.url, deadline_s=10.0)
+        client = connect(self.url, deadline_s=60.0)
         try:
             await RedisLedger(client, self.keys).status()
         except RunMissing:
@@ -201,6 +212,8 @@ class Round:
             environ[VARIABLE] = f"{kill.at}:{kill.nth}"
             if kill.redis:
                 environ[VICTIM_VARIABLE] = str(self._alive[REDIS].pid)
+        if self._waits(role):
+            environ[HELD_UNTIL] = str(self._killed_file)
         path = self.folder / f"{role}.log"
         if self.nursery is not None and not (role == TRAINER and self.backend == "torch"):  # its threads do not survive a fork
             self._alive[role] = await nursery.start(self.nursery, command[0], command[1:], environ=environ, log=path)
@@ -210,6 +223,10 @@ class Round:
                     sys.executable, "-m", *command, cwd=nursery.ROOT, env=environ, stdin=subprocess.DEVNULL, stderr=log
                 )
         return self._alive[role]
+
+    def _waits(self, role: str) -> bool:
+        """Whether it makes no group before somebody has died: by itself it could make all that the run needs before the other has come to its failpoint."""
+        return self.must_kill and role in PRODUCERS and any(kill.role in PRODUCERS and kill.role != role and kill.at in BUSY_POINTS for kill in self.kills)
 
     # -- Redis ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -223,6 +240,7 @@ class Round:
         while True:
             code = await self._alive[REDIS].wait()
             self.exits.setdefault(REDIS, []).append(code)
+            self._killed_file.touch()
             if code != KILLED:
                 raise RoundFailed(f"redis ended with exit code {code}")
             self._forget_writes()
@@ -272,7 +290,7 @@ def has_ended(pid: int) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def client_of(url: str, *, deadline_s: float = 10.0) -> AsyncIterator[Any]:
+async def client_of(url: str, *, deadline_s: float = 60.0) -> AsyncIterator[Any]:
     client = connect(url, deadline_s=deadline_s)
     try:
         yield client
@@ -293,7 +311,7 @@ def write_run(folder: Path, url: str, *, backend: str, model: Path | None, chang
     (folder / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT, "label": "3"}) + "\n")
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": "round", "dir": str(folder / "run"), "seed": SEED},
-        "redis": {"url": url, "deadline_s": 15.0},
+        "redis": {"url": url, "deadline_s": 60.0},
         "model": {"path": str(model or _write_model(folder / "model"))},
         "data": {"path": str(folder / "prompts.jsonl")},
         "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": PROMPT_TOKENS, "max_new_tokens": MAX_NEW_TOKENS},

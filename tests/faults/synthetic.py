@@ -14,6 +14,8 @@ MAX_NEW_TOKENS = 12
 EXTRA = 32
 PROMPT = "1+2="
 PROMPT_TOKENS = 4
+HELD_UNTIL = "TEST_HELD_UNTIL"
+"""In the environment of a producer that makes nothing before this file is there."""
 VOCABULARY = (3, 16)
 """First token and end: what the tiny model of tests/consumer knows as characters."""
 

@@ -13,6 +13,7 @@ import random
 import sys
 import uuid
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import producer.main
 from producer.engine.client import Sampling
@@ -26,9 +27,11 @@ from protocol.keys import Keys
 from protocol.messages import EngineId, EngineState, EngineStatus
 from protocol.versions import Version
 from protocol.wakeups import Topic, wakeups
-from tests.faults.synthetic import extra_of, fails, group_of
+from tests.faults.synthetic import HELD_UNTIL, extra_of, fails, group_of
 from weightsync.channel import Channel
 from weightsync.registry import BEAT_S, Registry
+
+_LOOK_S = 0.02
 
 
 class SyntheticSampler(Sampler):
@@ -36,6 +39,8 @@ class SyntheticSampler(Sampler):
 
     async def sample(self, chosen: Chosen, prompt: list[int], *, min_version: Version | None, sampling: Sampling, rid: str, prefix: str = "") -> Sampled:
         _, seq, attempt, i = rid.split("-")
+        while (held := os.environ.get(HELD_UNTIL)) and not Path(held).exists():
+            await asyncio.sleep(_LOOK_S)
         first = await self._version(min_version)
         await asyncio.sleep(random.uniform(0.0, 0.02))  # what sampling takes: versions change meanwhile, groups overtake each other
         if fails(int(seq), int(attempt)):

@@ -1,4 +1,4 @@
-"""Nobody waits for the slowest: four engines under load, one of them twenty times slower to update than the others."""
+"""Nobody waits for the slowest: four engines under load, one of them a hundred times slower to update than the others."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.producer.engine.conftest import write_model
 
 pytestmark = [pytest.mark.redis, pytest.mark.faults]
 SLOW, OTHERS = "engine-3", ("engine-0", "engine-1", "engine-2")
-FACTOR, SLOWER = 4.0, 20
+FACTOR, SLOWER = 4.0, 100
 VERSIONS = 12
 """Published in each of the two windows that are compared."""
 _TOKENS = 12
-_ANSWER_S = 20.0
+_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,15 @@ async def loaded(stand: Stand, window: Window) -> AsyncIterator[None]:
 
 
 async def measure(stand: Stand) -> Window:
-    """From one version to the one `VERSIONS` later."""
+    """From one version to one at least `VERSIONS` later, before which the slow one has taken one of them too."""
     window = Window()
     async with loaded(stand, window):
         first = await stand.newest()
-        while (last := await stand.newest()).n < first.n + VERSIONS:
+        slow = stand.engine_id(SLOW)
+        while not any(one.engine_id == slow and one.version is not None and one.version > first for one in await stand.registry.engines()):
+            await stand.waker.wait(Topic.WEIGHTS, since=stand.waker.mark(Topic.WEIGHTS), timeout_s=0.2)
+        end = max(first.n + VERSIONS, (await stand.newest()).n + 1)
+        while (last := await stand.newest()).n < end:
             await stand.waker.wait(Topic.WEIGHTS, since=stand.waker.mark(Topic.WEIGHTS), timeout_s=0.2)
     events = await stand.events()
     places = {event.fields["version"]: index for index, event in enumerate(events) if event.op == "published"}
@@ -94,11 +98,11 @@ async def measure(stand: Stand) -> Window:
     return window
 
 
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(1800)
 async def test_the_others_keep_up_with_the_publisher_as_they_do_without_a_slow_one(tmp_path: Path, weight_nest: Path):
     """Each has a pause of its own (max_paused 4): how many may pause is a setting, and the only thing that the others could wait for."""
-    changes = {"engine": {"slots": 4, "pace_s": 0.01, "apply_delay_factor": FACTOR}, "weights": {"max_paused": 4}}
-    async with Stand(tmp_path / "stand", write_model(tmp_path / "model", seed=1), "store", weight_nest, engines=4, changes=changes) as stand:
+    changes = {"engine": {"slots": 4, "pace_s": 0.01, "apply_delay_factor": FACTOR}, "weights": {"max_paused": 4, "apply_deadline_s": 600.0}}
+    async with Stand(tmp_path / "stand", write_model(tmp_path / "model", seed=1), "store", weight_nest, engines=4, changes=changes, paced_by=OTHERS) as stand:
         alike = await measure(stand)
         await stand.kill(SLOW)
         await stand.start(SLOW, sets=[f"engine.apply_delay_factor={FACTOR * SLOWER}"])
@@ -109,8 +113,9 @@ async def test_the_others_keep_up_with_the_publisher_as_they_do_without_a_slow_o
     others, slow = [stand.engine_id(role) for role in OTHERS], stand.engine_id(SLOW)
     assert unfit == []
     for engine_id in others:
-        assert slowed.applied[engine_id] >= 0.75 * alike.applied[engine_id], (alike.applied, slowed.applied)
-        assert slowed.answers()[engine_id] > VERSIONS, "it goes on generating"
+        assert min(alike.applied[engine_id], slowed.applied[engine_id]) >= VERSIONS - 1, (alike.applied, slowed.applied)
+        assert slowed.answers()[engine_id] > 0, "it goes on generating"
+    assert slowed.applied[slow] < min(slowed.applied[engine_id] for engine_id in others), "while it took one version, the others took several"
     assert median(slowed.apply_s[slow]) > 4 * max(median(slowed.apply_s[engine_id]) for engine_id in others), "or it was not slow"
     assert slowed.answers()[slow] > 0, "it serves too, an older version"
     for sample in (*alike.samples, *slowed.samples):

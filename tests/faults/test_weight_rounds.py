@@ -13,10 +13,10 @@ from tests.faults.weight_verdict import Watch, unfit_problems
 from tests.producer.engine.conftest import write_model
 from weightsync.control import EngineControl
 
-pytestmark = [pytest.mark.redis, pytest.mark.faults]
+pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(900)]
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("transport", CI_PLANS)
 async def test_whoever_dies_in_an_update_no_engine_serves_what_it_does_not_have(transport: str, tmp_path: Path, weight_nest: Path):
     model = write_model(tmp_path / "model", seed=1)
@@ -39,8 +39,8 @@ async def test_the_verdict_sees_other_bytes_an_older_version_and_a_lost_route(tm
         version = await stand.converge()
         one, other = await stand.registry.engines()
         lying, older = EngineControl(stand.session, one.url), EngineControl(stand.session, other.url)
-        await lying.update_from_disk(str(stand.model), str(version), deadline_s=5.0)
-        await older.update_from_disk(str(stand.model), "1:0", deadline_s=5.0)
+        await lying.update_from_disk(str(stand.model), str(version), deadline_s=60.0)
+        await older.update_from_disk(str(stand.model), "1:0", deadline_s=60.0)
         watch = Watch(stand)
         assert not await watch.look(one)
         assert f"{one.engine_id} serves {version} with other bytes" in watch.problems[0]

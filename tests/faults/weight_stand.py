@@ -40,9 +40,9 @@ CARRIERS = {"gloo": (SERVER,), "delta": (RELAY,), "store": ()}
 KILLED = -signal.SIGKILL
 EVERY_S = 0.4
 """Between two versions."""
-CONVERGE_S = 60.0
+CONVERGE_S = 300.0
 """From the start of whoever was killed until every engine serves what was newest then: longer than any deadline in the run's file."""
-_KILLED_S = 60.0
+_KILLED_S = 300.0
 PRELOADED = (
     "tests.faults.weight_trainer",
     "tests.faults.weight_process",
@@ -74,6 +74,8 @@ class Stand:
     engines: int = 2
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Of the run's configuration: section, key, value."""
+    paced_by: Sequence[str] = ()
+    """Roles of engines: the trainer publishes no version before these serve the one before."""
     keys: Keys = field(default_factory=lambda: Keys("weights"))
     client: Client = field(init=False)
     waker: Wakeups = field(init=False)
@@ -101,7 +103,7 @@ class Stand:
         self._write_run()
         try:
             await self._start_redis()
-            self.client = connect(self.url, deadline_s=10.0)
+            self.client = connect(self.url, deadline_s=60.0)
             self._stack.push_async_callback(self.client.aclose)
             self.waker = await self._stack.enter_async_context(wakeups(self.client, self.keys))
             self.session = await self._stack.enter_async_context(aiohttp.ClientSession())
@@ -129,7 +131,7 @@ class Stand:
             environ[VARIABLE] = f"{at}:{nth}"
         config = ["-c", str(self.folder / "run.toml"), *(part for one in sets for part in ("--set", one))]
         if role == TRAINER:
-            command = ["tests.faults.weight_trainer", *config, "--every", str(EVERY_S)]
+            command = ["tests.faults.weight_trainer", *config, "--every", str(EVERY_S), "--paced-by", *map(self.engine_id, self.paced_by)]
         elif role in (SERVER, RELAY):
             command = ["tests.faults.weight_process", role, *config]
         else:
@@ -208,7 +210,7 @@ class Stand:
             await redis.wait()
 
         self._stack.push_async_callback(end)
-        await wait_ready(self.url)
+        await wait_ready(self.url, timeout_s=120.0)
 
     def _write_run(self) -> None:
         tables: dict[str, dict[str, Any]] = {
@@ -223,7 +225,7 @@ class Stand:
                 "relay": str(self.folder / "relay"),
                 "full_every": 6,
                 "group_deadline_s": 4.0,
-                "apply_deadline_s": 6.0,
+                "apply_deadline_s": 20.0,
             },
         }
         for section, values in self.changes.items():

@@ -31,6 +31,7 @@ from protocol.versions import Version
 from weightsync.channel import Channel
 from weightsync.config import WeightsConfig
 from weightsync.publisher import Publisher
+from weightsync.registry import Registry
 from weightsync.safetensors_file import open_tensors
 from weightsync.snapshot import Snapshot, TensorBytes, weights_digest
 from weightsync.store import open_store
@@ -65,7 +66,7 @@ class Weights:
         return {name: TensorBytes(dtype="F32", shape=array.shape, data=array.tobytes()) for name, array in self._arrays.items()}
 
 
-async def train(config: WeightTrainerConfig, told: Path, every_s: float, stop: asyncio.Event) -> None:
+async def train(config: WeightTrainerConfig, told: Path, every_s: float, paced_by: frozenset[str], stop: asyncio.Event) -> None:
     client, keys = connect(config.redis.url, deadline_s=config.redis.deadline_s), Keys(config.run.name)
     ledger, channel = RedisLedger(client, keys), Channel(client, keys)
     store = open_store(config.weights, config.run, config.model.path)
@@ -82,6 +83,7 @@ async def train(config: WeightTrainerConfig, told: Path, every_s: float, stop: a
                 version = Version(incarnation, n)
                 _tell(told, version, tensors)
                 publisher.submit(Snapshot(version=version, tensors=tensors), incarnation, acknowledged=True)
+                await _served(Registry(client, keys), paced_by, version, stop)
                 try:
                     async with asyncio.timeout(every_s):
                         await stop.wait()
@@ -90,6 +92,14 @@ async def train(config: WeightTrainerConfig, told: Path, every_s: float, stop: a
                 return
     finally:
         await client.aclose()
+
+
+async def _served(registry: Registry, paced_by: frozenset[str], version: Version, stop: asyncio.Event) -> None:
+    """Each of these engines serves it, or what came after."""
+    while paced_by - {str(one.engine_id) for one in await registry.engines() if one.version is not None and one.version >= version}:
+        if stop.is_set():
+            return
+        await asyncio.sleep(_AGAIN_S)
 
 
 def _tell(told: Path, version: Version, tensors: Mapping[str, TensorBytes]) -> None:
@@ -137,9 +147,10 @@ async def _put(ledger: RedisLedger, incarnation: int) -> None:
 def main() -> int:
     parser = arguments("weight-trainer", "Publishes versions of weights that nobody trained.")
     parser.add_argument("--every", type=float, required=True, metavar="SECONDS")
+    parser.add_argument("--paced-by", nargs="*", default=[], metavar="ENGINE", help="a version waits until these serve the one before")
     options = parser.parse_args()
     config = load(WeightTrainerConfig, options.config, sets=options.set)
-    return run_daemon("weight-trainer", lambda stop: train(config, Path(options.config).parent / TOLD, options.every, stop))
+    return run_daemon("weight-trainer", lambda stop: train(config, Path(options.config).parent / TOLD, options.every, frozenset(options.paced_by), stop))
 
 
 if __name__ == "__main__":

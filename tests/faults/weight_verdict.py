@@ -25,6 +25,7 @@ from weightsync.equality import Held, look
 _ASK_S = 8.0
 """A request may wait out a whole update."""
 _REST_S = 0.15
+_SETTLED_S = 240.0
 _PROMPT = [1, 7, 9]
 _TOKENS = 6
 
@@ -86,7 +87,7 @@ class Watch:
 
     async def settled(self) -> None:
         """Every engine serves, holds what it serves, and none is paused."""
-        async with asyncio.timeout(2 * _ASK_S):
+        async with asyncio.timeout(_SETTLED_S):
             for engine in await self._stand.registry.engines():
                 while not await self.look(engine):
                     if self.problems:

@@ -18,7 +18,7 @@ from protocol.wakeups import wakeups
 from tests.clusters import Server, free_ports
 from tests.pair import Pair
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 STEPS = 3
 
 
@@ -58,6 +58,7 @@ def forget(server: Server, size: int) -> None:
 async def test_a_kill_of_the_process_loses_nothing_that_is_in_the_append_only_file(server: Server, pair: Pair) -> None:
     await pair.train_until(STEPS)
     before = await pair.ledger.status()
+    await server.write_out()
     await server.stop()
     await server.start()
     after = await pair.ledger.status()

@@ -211,16 +211,17 @@ async def own_redis() -> AsyncIterator[OwnRedis]:
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(500)
 async def test_groups_finished_while_redis_is_away_are_put_when_it_is_back_and_a_longer_outage_ends_the_process(own_redis: OwnRedis, make_stage: Any) -> None:
     url, keys = own_redis.command.url, Keys("outage")
-    client = connect(url, deadline_s=10.0)
+    client = connect(url, deadline_s=60.0)
     async with wakeups(client, keys) as waker, aiohttp.ClientSession() as session:
         stage = make_stage(redis=client, keys=keys, url=url, waker=waker, session=session)
         try:
             await stage.create(stage.config(), pipeline_depth=1.0)
             engine = await stage.engine("a")
             engine.behave = lambda _: "hang"
-            process = await start(stage.file(redis={"deadline_s": 6.0}))
+            process = await start(stage.file(redis={"deadline_s": 15.0}))
             await until(stage, lambda status: status.generating == 2, Topic.READY)
             await engine.arrived.wait()
 

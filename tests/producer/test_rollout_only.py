@@ -119,6 +119,7 @@ async def test_it_makes_the_run_publishes_the_starting_weights_records_n_groups_
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(500)
 async def test_killed_at_any_time_it_goes_on_and_no_group_is_lost_or_recorded_under_two_names(stage: Any, tmp_path: Path) -> None:
     await stage.engine("a")
     how = ("--groups", "40", "--set", "buffer.slot_seconds=5.0")  # what a killed one held comes free then

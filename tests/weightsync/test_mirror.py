@@ -282,6 +282,7 @@ asyncio.run(Mirror(folder, store).ensure(store.manifest(Version(1, int(n))), dea
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("place", ["directory", "objects"], indirect=True)
 @pytest.mark.parametrize("edge", [Failpoint.RELAY_READ, Failpoint.RELAY_WRITTEN, Failpoint.RELAY_RENAMED])
 @pytest.mark.parametrize("n", [0, 2])
@@ -291,7 +292,7 @@ async def test_a_relay_killed_in_the_middle_leaves_its_work_to_the_next(
     made = chain(versions, 2)
     environ = {**os.environ, VARIABLE: edge, "PYTHONPATH": "."}
     command = [sys.executable, "-c", _RELAY, place.kind, place.where, str(model_path), str(folder), str(n)]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "making\n"), ended.stderr
     there = folder / f"v1-{n}"
     assert there.exists() == (edge is Failpoint.RELAY_RENAMED)

@@ -268,12 +268,13 @@ def _die_while_writing(folder: str, stage: str) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", ["before", "after"])
 def test_a_kill_in_the_middle_of_a_write_leaves_nothing_visible_and_is_swept(store: DirectoryStore, snapshot: Callable[[Version], Snapshot], stage: str):
     published = store.write(snapshot(Version(1, 8)))
     process = multiprocessing.get_context("spawn").Process(target=_die_while_writing, args=(str(store.folder), stage))
     process.start()
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     process.close()
     assert store.versions() == (Version(1, 8),)

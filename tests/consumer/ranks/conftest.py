@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
+from tests.clusters import free_ports
 
 ROOT = Path(__file__).parents[3]
 Process = asyncio.subprocess.Process
@@ -38,6 +39,4 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Process]]]:
 @pytest.fixture
 def meeting() -> dict[str, str]:
     """What a launcher tells each of two ranks, besides which it is."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}

@@ -20,7 +20,7 @@ from protocol.connection import Client
 from protocol.errors import EXIT_TRY_AGAIN
 from protocol.keys import Keys
 
-pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.faults, pytest.mark.timeout(1800)]
 LAYOUT = "TEST_MEGATRON_LAYOUT"
 """Of `shimmed_megatron`, whose import takes seconds."""
 Tables = Callable[..., dict[str, dict[str, Any]]]

@@ -43,7 +43,7 @@ async def trained(config: TrainerDaemonConfig, client: Client, *, new: bool) -> 
     await run_trainer(config, RedisLedger(client, keys), client, keys, asyncio.Event(), new_as=identity if new else None)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 async def test_ranks_train_as_one_rank_does_and_a_killed_one_costs_nothing(
     redis: Client, keys: Keys, make_config: Tables, as_file: Callable[..., Path], producing: Callable[..., Any], start: Start, meeting: dict[str, str]
 ):
@@ -52,7 +52,7 @@ async def test_ranks_train_as_one_rank_does_and_a_killed_one_costs_nothing(
     file, folder = as_file(tables), Path(tables["run"]["dir"])
     ledger, presence = RedisLedger(redis, keys), Presence(redis, keys, "trainer", TrainerStatus)
     producing(keys, limit=4 * 2 + 2)  # two steps, and the first chunk of the third
-    async with asyncio.timeout(280):
+    async with asyncio.timeout(1000):
         # As torchrun starts them. Rank 1 dies in the middle of step 3, while rank 0 waits for groups.
         first = await start(file, "--new", RANK="0", LOCAL_RANK="0", **meeting)
         other = await start(file, "--new", RANK="1", LOCAL_RANK="1", **meeting)
@@ -119,14 +119,14 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return list({line["step"]: line for line in map(orjson.loads, path.read_bytes().splitlines())}.values())
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 async def test_a_rank_that_raises_ends_all_with_its_message_and_those_that_rank_0_started_die_with_it(
     redis: Client, keys: Keys, make_config: Tables, as_file: Callable[..., Path], producing: Callable[..., Any], start: Start, meeting: dict[str, str]
 ):
     tables = make_config(trainer__backend="tests.consumer.ranks.reducing_backend:ReducingBackend", checkpoint__every_steps=2, stop__steps=6)
     file, ledger = as_file(tables), RedisLedger(redis, keys)
     producing(keys)
-    async with asyncio.timeout(280):
+    async with asyncio.timeout(1000):
         # Rank 0 waits for it in a collective.
         first = await start(file, "--new", RANK="0", LOCAL_RANK="0", **meeting)
         other = await start(file, "--new", RANK="1", LOCAL_RANK="1", TEST_RANK_RAISES="1", **meeting)
@@ -144,7 +144,7 @@ async def test_a_rank_that_raises_ends_all_with_its_message_and_those_that_rank_
     assert status.trained in (1, 3), "in the step after that of the checkpoint, or of none if rank 1 was faster"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 async def test_torchrun_starts_ranks_and_starts_them_again_when_one_is_killed(
     redis: Client, keys: Keys, make_config: Tables, as_file: Callable[..., Path], producing: Callable[..., Any], start: Start
 ):
@@ -154,7 +154,7 @@ async def test_torchrun_starts_ranks_and_starts_them_again_when_one_is_killed(
     assert await ledger.create(identify(config.run, config.model, config.data, config.rollout), config.buffer)
     producing(keys, limit=4 * 2 + 2)  # two steps, and the first chunk of the third
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    async with asyncio.timeout(280):
+    async with asyncio.timeout(1000):
         running = await start(as_file(tables), "--resume", launcher=launcher)
         while not ((here := await presence.members()) and here[0].trained == 2 and here[0].waiting_for is Edge.NO_GROUP):
             assert running.returncode is None, (await running.communicate())[1].decode()

@@ -160,6 +160,7 @@ async def test_an_engine_that_leaves_a_drained_run_clears_nothing_that_another_o
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(500)
 async def test_a_killed_host_is_gone_when_its_registration_expires_and_its_successor_is_a_new_engine(run: Run, model_a: Path, tmp_path: Path):
     await run.create()
     version = await run.publish(model_a)
