@@ -291,7 +291,7 @@ async def test_a_relay_killed_in_the_middle_leaves_its_work_to_the_next(
     made = chain(versions, 2)
     environ = {**os.environ, VARIABLE: edge, "PYTHONPATH": "."}
     command = [sys.executable, "-c", _RELAY, place.kind, place.where, str(model_path), str(folder), str(n)]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "making\n"), ended.stderr
     there = folder / f"v1-{n}"
     assert there.exists() == (edge is Failpoint.RELAY_RENAMED)

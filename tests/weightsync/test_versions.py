@@ -290,7 +290,7 @@ _EDGES = [
 def test_a_kill_between_any_two_writes_leaves_no_half_version(place: Place, model_path: Path, what: str, edge: str):
     environ = {**os.environ, VARIABLE: edge, "PYTHONPATH": "."}
     command = [sys.executable, "-c", _WRITER, place.kind, place.where, str(model_path), what]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "written\n"), ended.stderr
     store = place.open()
     there = store.versions()
