@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
+from producer.engine.sglang.ports import held_port
 
 ROOT = Path(__file__).parents[3]
 Process = asyncio.subprocess.Process
@@ -36,8 +37,7 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Process]]]:
 
 
 @pytest.fixture
-def meeting() -> dict[str, str]:
+def meeting() -> Iterator[dict[str, str]]:
     """What a launcher tells each of two ranks, besides which it is."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    with held_port("127.0.0.1", key="MASTER_PORT") as port:
+        yield {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
