@@ -59,7 +59,7 @@ asyncio.run(main())
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ((host, "_REST_S", 0.05), (watch, "_LOOK_S", 0.1), (engine, "_KNOCK_S", 0.05), (engine, "_GRACE_S", 1.0), (engine, "_NODE_GRACE_S", 0.1))
-    for where, name, value in (*changes, (node, "_GONE_S", 0.2), (node, "BEAT_S", 0.05), (nodes, "SEE_S", 1.0)):
+    for where, name, value in (*changes, (node, "_GONE_S", 0.2), (node, "BEAT_S", 0.05)):
         monkeypatch.setattr(where, name, value)
 
 
