@@ -342,6 +342,7 @@ def test_a_transport_from_a_gpu_is_refused_where_there_is_none_but_not_by_the_ch
 def test_torch_itself_is_asked_for_gpus_in_another_process_and_only_where_one_is_needed(monkeypatch: pytest.MonkeyPatch):
     run = RunConfig(name="t")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(checks, "_COUNT_S", 350.0)
     with pytest.raises(ConfigError, match="torch sees none"):
         check_carrier(WeightsConfig(transport="nccl"), run)
     monkeypatch.setattr(checks, "_COUNT_GPUS", "print(1)")

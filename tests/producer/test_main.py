@@ -43,7 +43,7 @@ async def start(config: Path, *arguments: str, piped: bool = False) -> asyncio.s
 async def said(process: asyncio.subprocess.Process, words: str) -> None:
     """Returns once the producer has logged `words`."""
     assert process.stderr is not None
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(300):
         while words not in (line := (await process.stderr.readline()).decode()):
             assert line, f"ended without saying {words!r}"
 
@@ -52,7 +52,7 @@ async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str
     """Exit code and messages."""
     log = stage.folder / "run.log"
     try:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(300):
             code = await process.wait()
     except TimeoutError:
         process.kill()
@@ -63,7 +63,7 @@ async def end(stage: Any, process: asyncio.subprocess.Process) -> tuple[int, str
 
 async def until(stage: Any, condition: Any, *topics: Topic) -> Any:
     """The status of the ledger once `condition(status)` holds."""
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(300):
         while True:
             mark = stage.wakeups.mark(*topics)
             status = await stage.ledger.status()

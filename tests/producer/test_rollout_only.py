@@ -76,7 +76,7 @@ async def start(stage: Any, where: Path, *arguments: str) -> asyncio.subprocess.
 
 async def ended(stage: Any, process: asyncio.subprocess.Process) -> int:
     try:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(300):
             return await process.wait()
     finally:
         if process.returncode is None:
@@ -87,7 +87,7 @@ async def ended(stage: Any, process: asyncio.subprocess.Process) -> int:
 
 async def reached(stage: Any, count: int) -> None:
     """Returns once so many groups have left the ledger into the recording."""
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(300):
         while True:
             mark = stage.wakeups.mark(*Topic)
             if await stage.redis.exists(stage.keys.state) and (await stage.ledger.status()).dead.get(Reason.RECORDED, 0) >= count:
@@ -183,7 +183,7 @@ async def test_its_own_run_is_taken_up_again_and_the_owner_before_is_fenced(stag
     stop = asyncio.Event()
     first = asyncio.create_task(owner(stage).run(stop, nothing, where=where, groups=None))
     trainers = Presence(stage.redis, stage.keys, "trainer", TrainerStatus)
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(300):
         while not (members := await trainers.members()):
             await stage.wakeups.wait(Topic.RUN, timeout_s=0.05)
     assert (members[0].trainer_id, members[0].incarnation) == (TRAINER_ID, 1)
@@ -289,7 +289,7 @@ async def test_a_disk_that_is_full_keeps_groups_ready_and_is_tried_again(stage: 
 
     monkeypatch.setattr(Recording, "write_groups", full_once)
     monkeypatch.setattr("producer.rollout_only._RETRY_S", 0.01)
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(300):
         await recorder(stage, tmp_path / "out", groups=2).run(asyncio.Event())
     assert tries == [2, 2]
     assert [group.header.seq for group in recording(tmp_path / "out").groups()] == [seq for seq, _ in made]

@@ -30,7 +30,7 @@ from weightsync.transports import served, server_line
 from weightsync.transports.collective import CollectiveTransport
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 100.0
+PATIENCE_S = 300.0
 
 
 _SERVER = f"from weightsync import roles; roles.HEARTBEAT_S = {PATIENCE_S}; from deploy.cli import main; raise SystemExit(main())"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.clusters import free_ports
+from producer.engine.sglang.ports import held_port
 
 ROOT = Path(__file__).parents[3]
 Process = asyncio.subprocess.Process
@@ -37,6 +37,7 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Process]]]:
 
 
 @pytest.fixture
-def meeting() -> dict[str, str]:
+def meeting() -> Iterator[dict[str, str]]:
     """What a launcher tells each of two ranks, besides which it is."""
-    return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    with held_port("127.0.0.1", key="MASTER_PORT") as port:
+        yield {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -59,7 +59,7 @@ asyncio.run(main())
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     changes = ((host, "_REST_S", 0.05), (watch, "_LOOK_S", 0.1), (engine, "_KNOCK_S", 0.05), (engine, "_GRACE_S", 1.0), (engine, "_NODE_GRACE_S", 0.1))
-    for where, name, value in (*changes, (node, "_GONE_S", 0.2), (node, "BEAT_S", 0.05), (nodes, "SEE_S", 1.0)):
+    for where, name, value in (*changes, (node, "_GONE_S", 0.2), (node, "BEAT_S", 0.05)):
         monkeypatch.setattr(where, name, value)
 
 
@@ -255,7 +255,7 @@ async def test_a_rank_that_there_is_not_is_refused(run: Run, tmp_path: Path):
 
 async def test_node_0_waits_for_another_however_long_it_takes(run: Run, tmp_path: Path):
     """A server that is not there three times in a row ends the host; one that had nobody to begin with does not."""
-    async with run.hosted(asyncio.Event(), **two_nodes(program(tmp_path, IDLE), start_seconds=0.1)) as hosting:
+    async with run.hosted(asyncio.Event(), **two_nodes(program(tmp_path, IDLE), start_seconds=1.0)) as hosting:
         await until(lambda: len(parts(run, "sglang-0.log")) > 4)
         assert not hosting.done()
 
