@@ -26,15 +26,15 @@ from protocol.errors import ConfigError
 Url = NewType("Url", str)
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _GENERATE = ("/generate", "/v1/completions", "/v1/chat/completions")
-_PAUSE, _RESUME, _SERVER, _MODEL = "/pause_generation", "/continue_generation", "/server_info", "/model_info"
+_PAUSE, _RESUME, _ABORT, _SERVER, _MODEL = "/pause_generation", "/continue_generation", "/abort_request", "/server_info", "/model_info"
 _UPDATE = "/update_weights_from_disk"
-_BOTH = (_RESUME, "/abort_request", "/flush_cache", "/begin_weight_update", "/end_weight_update", "/weights_checker")
+_BOTH = (_RESUME, _ABORT, "/flush_cache", "/begin_weight_update", "/end_weight_update", "/weights_checker")
 _TELLS = ("/metrics", "/v1/models", "/health", "/health_generate")
 _MAX_BODY_BYTES = 1 << 30
 _ROOMS = (1 << 63) - 1
 _LAST_WORD_S = 2.0
 """A request that its prefill has given up is given up by its decode as well, if that was told; then it tells what it has."""
-_ABORTED, _BUSY, _BROKEN, _REFUSED, _UNKNOWN = 499, 503, 502, 400, 404
+_ABORTED, _BUSY, _BROKEN, _REFUSED, _UNKNOWN, _FAULT = 499, 503, 502, 400, 404, 500
 _CLOSE_S = 1.0
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 """Whoever asks has a deadline, and goes away at it."""
@@ -66,6 +66,16 @@ class Said:
         return web.Response(body=self.body, status=self.status, headers={"Content-Type": self.kind})
 
 
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request that is under way."""
+
+    rid: str
+    task: asyncio.Task[Any]
+    aborted: bool = False
+    """Somebody has told the halves to end it."""
+
+
 class Pair:
     """Serves the two as one engine while the context is open.
 
@@ -75,7 +85,7 @@ class Pair:
     def __init__(self, session: aiohttp.ClientSession, *, prefill: str, decode: str, bootstrap: tuple[str, int], most: int) -> None:
         """`bootstrap`: where the prefill hands over. `most`: requests at once; SGLang has no bound of its own for halves. The session belongs to the caller."""
         self._session, self._prefill, self._decode, self._bootstrap, self._most = session, Url(prefill), Url(decode), bootstrap, most
-        self._open: set[asyncio.Task[Any]] = set()
+        self._open: set[Asked] = set()
         self._paused, self._updating, self._torn = False, False, False
         self._served = ""
 
@@ -117,21 +127,21 @@ class Pair:
         asked |= {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 1 + secrets.randbelow(_ROOMS)}
         mine = asyncio.current_task()
         assert mine is not None, "a handler runs in a task"
-        self._open.add(mine)
+        self._open.add(one := Asked(str(asked.get("rid", "")), mine))
         try:
-            return await self._through_both(http, asked)
+            return await self._through_both(http, asked, one)
         finally:
-            self._open.discard(mine)
+            self._open.discard(one)
 
-    async def _through_both(self, http: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
+    async def _through_both(self, http: web.Request, asked: dict[str, Any], one: Asked) -> web.StreamResponse:
         """The decode's answer; or, where the prefill gave the request up and the decode does not say so itself, why. Whoever is left is let go of, which ends
         the request there.
         """
         reading = asyncio.create_task(self._ask(self._prefill, http, orjson.dumps(asked | {"stream": False})), name="pair:prefill")
-        writing = asyncio.create_task(self._write(http, orjson.dumps(asked)), name="pair:decode")
+        writing = asyncio.create_task(self._write(http, orjson.dumps(asked), one), name="pair:decode")
         try:
             await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
-            if not writing.done() and (gave_up := _gave_up(await reading)) is not None:
+            if not writing.done() and (gave_up := _gave_up(await reading, one)) is not None:
                 await asyncio.wait({writing}, timeout=_LAST_WORD_S)
                 if not writing.done():
                     return gave_up
@@ -141,14 +151,19 @@ class Pair:
                 task.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
 
-    async def _write(self, http: web.Request, body: bytes) -> web.StreamResponse:
-        """What the decode answers, passed on as it comes."""
+    async def _write(self, http: web.Request, body: bytes, one: Asked) -> web.StreamResponse:
+        """What the decode answers, passed on as it comes. Of a request that was aborted before it wrote, it speaks as of a fault of its own, which it is not."""
         stream: web.StreamResponse | None = None
         try:
             async with self._session.post(self._decode + http.path, data=body, headers=_passed(http), timeout=_NO_TIMEOUT) as answer:
                 if answer.content_type != "text/event-stream":
-                    return Said(answer.status, await answer.read(), answer.content_type).reply()
+                    said = Said(answer.status, await answer.read(), answer.content_type)
+                    return _refusal(_ended(said.body), _ABORTED) if one.aborted and said.status >= _FAULT else said.reply()
+                begun = await answer.content.readany()
+                if one.aborted and _is_fault(begun):
+                    return _refusal(_ended(begun), _ABORTED)
                 await (stream := web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})).prepare(http)
+                await stream.write(begun)
                 async for data in answer.content.iter_any():
                     await stream.write(data)
                 return stream
@@ -164,12 +179,21 @@ class Pair:
         mode = Said(200, body).fields.get("mode", "abort")
         if mode != "abort":
             return _refusal(f"mode {mode!r:.20}: an engine of two halves pauses by abort only, since keys and values may be on their way between them", _REFUSED)
+        self._abort("")
         answer = await self._ask_both(http, body)
         self._paused = self._paused or answer.well
         return answer.reply()
 
+    def _abort(self, rid: str) -> None:
+        """SGLang takes `rid` as what the id begins with."""
+        for one in self._open:
+            one.aborted = one.aborted or one.rid.startswith(rid)
+
     async def _on_both(self, http: web.Request) -> web.StreamResponse:
-        answer = await self._ask_both(http, await http.read())
+        body = await http.read()
+        if http.path == _ABORT and (told := Said(200, body).fields) and (told.get("rid") or told.get("abort_all")):
+            self._abort("" if told.get("abort_all") else str(told["rid"]))
+        answer = await self._ask_both(http, body)
         if http.path == _RESUME and answer.well:
             self._paused = False
         return answer.reply()
@@ -186,8 +210,8 @@ class Pair:
             return answer.reply()
         finally:
             self._updating, self._torn = False, not done
-            for task in self._open if self._torn else ():
-                task.cancel()
+            for one in self._open if self._torn else ():
+                one.task.cancel()
 
     async def _model(self, http: web.Request) -> web.StreamResponse:
         reads, writes = await self._from_each(http)
@@ -254,14 +278,25 @@ def _not_for_two(asked: object) -> str:
     return ""
 
 
-def _gave_up(prefill: Said) -> web.Response | None:
+def _gave_up(prefill: Said, one: Asked) -> web.Response | None:
     """What to say of a request that the prefill did not hand over; None: it did."""
     if prefill.status >= _REFUSED:
-        return prefill.reply()
+        return _refusal(_ended(prefill.body), _ABORTED) if one.aborted and prefill.status >= _FAULT else prefill.reply()
     reason = (prefill.fields.get("meta_info") or {}).get("finish_reason")
     if isinstance(reason, dict) and reason.get("type") == "abort":
-        return _refusal(f"aborted while its prompt was read: {reason.get('message')}", _ABORTED)
+        return _refusal(_ended(prefill.body), _ABORTED)
     return None
+
+
+def _is_fault(begun: bytes) -> bool:
+    """Whether a stream begins with its end, and that by a fault."""
+    event = Said(200, begun.partition(b"\n")[0].removeprefix(b"data:")).fields
+    reason = (event.get("meta_info") or {}).get("finish_reason") or {}
+    return isinstance(reason.get("status_code"), int) and reason["status_code"] >= _FAULT
+
+
+def _ended(words: bytes) -> str:
+    return f"aborted before it wrote a token: {words[:300].decode(errors='replace')}"
 
 
 def _passed(http: web.Request) -> Mapping[str, str]:
