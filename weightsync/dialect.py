@@ -41,7 +41,7 @@ class Dialect:
     """Pipeline-parallel ones: each numbers its ranks from the first in a group for updates, so with more than one such a group never forms."""
 
     halves: bool = False
-    """Two servers are one engine: one reads prompts, one writes."""
+    """Two servers of ours are one engine: one reads prompts, one writes."""
 
     def pause_mode(self, wanted: PauseMode) -> PauseMode:
         """`wanted`, or `abort` where that would leave keys and values of older weights to new requests.
@@ -73,7 +73,7 @@ def dialect(about: Mapping[str, Any], *, sessions: bool | None = None, spans: bo
         ranks=_count(about.get("tp_size")),
         replicas=_count(about.get("dp_size")),
         stages=_count(about.get("pp_size")),
-        halves=about.get("disaggregation_mode", "null") != "null",
+        halves=about.get("halves") is True,
     )
 
 

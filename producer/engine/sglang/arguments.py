@@ -101,7 +101,15 @@ def server_arguments(
         # Replicas are process groups of their own, and each would want the one port: SGLang chooses theirs then.
         *(() if _replicas(settings) > 1 else ("--nccl-port", str(place.rendezvous_port))),
         *("--weight-version", f"boot:{place.boot_nonce}", "--random-seed", str(place.seed % (1 << 31))),
-        *("--tp-size", str(settings.prefill if reads else settings.tp), "--max-running-requests", str(slots), "--max-queued-requests", str(settings.max_queued), *dtype),
+        *(
+            "--tp-size",
+            str(settings.prefill if reads else settings.tp),
+            "--max-running-requests",
+            str(slots),
+            "--max-queued-requests",
+            str(settings.max_queued),
+            *dtype,
+        ),
         *(_for_nodes(settings, place) if settings.nodes > 1 else ()),
         *("--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"),
         *(_for_cpu(settings, longest, context) if settings.device == "cpu" else _for_cuda(settings, place)),

@@ -6,7 +6,7 @@
 - keys come from the environment, and never appear in the log
 - without CUDA: SGLang's CPU path needs none of its compiled kernels for dense models where the CPU has no AMX, but imports them. They are replaced by names
   that raise when called. And torchvision from PyPI, whose library does not load beside a torch for CPUs, needs two operators to be declared. Its LoRA asks for
-  pinned memory, which there is none of without a device: it gets ordinary memory. So does the transfer between two halves of an engine, which asks for a device's.
+  pinned memory, which there is none of without a device, and the halves of an engine hand over a device's: both get ordinary memory.
 """
 
 from __future__ import annotations

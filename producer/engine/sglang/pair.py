@@ -26,10 +26,13 @@ from protocol.errors import ConfigError
 Url = NewType("Url", str)
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _GENERATE = ("/generate", "/v1/completions", "/v1/chat/completions")
-_PAUSE, _RESUME, _ABORT, _SERVER, _MODEL = "/pause_generation", "/continue_generation", "/abort_request", "/server_info", "/model_info"
+_PAUSE, _RESUME, _ABORT = "/pause_generation", "/continue_generation", "/abort_request"
+_SERVER, _MODEL = ("/server_info", "/get_server_info"), ("/model_info", "/get_model_info")
 _UPDATE = "/update_weights_from_disk"
 _BOTH = (_RESUME, _ABORT, "/flush_cache", "/begin_weight_update", "/end_weight_update", "/weights_checker")
 _TELLS = ("/metrics", "/v1/models", "/health", "/health_generate")
+_WHOLE = {"disaggregation_mode": "null"}
+"""For a router in front, an engine as any other."""
 _MAX_BODY_BYTES = 1 << 30
 _ROOMS = (1 << 63) - 1
 _LAST_WORD_S = 2.0
@@ -98,8 +101,8 @@ class Pair:
         app.router.add_routes([web.get(path, self._tell) for path in _TELLS])
         app.router.add_post(_PAUSE, self._pause)
         app.router.add_post(_UPDATE, self._update)
-        app.router.add_get(_MODEL, self._model)
-        app.router.add_get(_SERVER, self._server)
+        app.router.add_routes([web.get(path, self._model) for path in _MODEL])
+        app.router.add_routes([web.get(path, self._server) for path in _SERVER])
         app.router.add_get("/ready", self._ready)
         app.router.add_route("*", "/{path:.*}", _unknown)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
@@ -152,7 +155,7 @@ class Pair:
             await asyncio.gather(reading, writing, return_exceptions=True)
 
     async def _write(self, http: web.Request, body: bytes, one: Asked) -> web.StreamResponse:
-        """What the decode answers, passed on as it comes. Of a request that was aborted before it wrote, it speaks as of a fault of its own, which it is not."""
+        """What the decode answers, passed on as it comes. It calls the abort of a request that has no token yet a fault of its own, which it is not."""
         stream: web.StreamResponse | None = None
         try:
             async with self._session.post(self._decode + http.path, data=body, headers=_passed(http), timeout=_NO_TIMEOUT) as answer:
@@ -178,7 +181,9 @@ class Pair:
         body = await http.read()
         mode = Said(200, body).fields.get("mode", "abort")
         if mode != "abort":
-            return _refusal(f"mode {mode!r:.20}: an engine of two halves pauses by abort only, since keys and values may be on their way between them", _REFUSED)
+            return _refusal(
+                f"mode {mode!r:.20}: an engine of two halves pauses by abort only, since keys and values may be on their way between them", _REFUSED
+            )
         self._abort("")
         answer = await self._ask_both(http, body)
         self._paused = self._paused or answer.well
@@ -221,15 +226,15 @@ class Pair:
         if ours == theirs:
             self._served = str(ours)
         told = self._served if self._updating or self._torn or ours == theirs else f"{theirs} and {ours}"
-        return _reply(writes.fields | {"weight_version": told})
+        return _reply(writes.fields | _WHOLE | {"weight_version": told})
 
     async def _server(self, http: web.Request) -> web.StreamResponse:
-        """As the decode describes itself, but with a cache of prefixes where either has one: in general it is the prefill's."""
+        """As the decode describes itself, but whole: and with a cache of prefixes where either has one, which in general is the prefill."""
         reads, writes = await self._from_each(http)
         if not (reads.well and writes.well):
             return (writes if reads.well else reads).reply()
         without = all(half.fields.get("disable_radix_cache") is True for half in (reads, writes))
-        return _reply(writes.fields | {"disable_radix_cache": without})
+        return _reply(writes.fields | _WHOLE | {"disable_radix_cache": without, "halves": True})
 
     async def _ready(self, http: web.Request) -> web.StreamResponse:
         reads, writes = await self._from_each(http)

@@ -222,8 +222,11 @@ async def test_control_calls_go_to_both_with_their_keys_and_a_refusal_of_either_
     two.reads.says["/flush_cache"] = 400
     assert (await two.ask("/flush_cache", {}))[0] == 400
     assert (await two.ask("/weights_checker", {"action": "checksum"}))[1]["ranks"] == [{"a": 1}, {"a": 1}]
-    two.reads.says["/server_info"] = {"disable_radix_cache": False}
-    assert (await two.ask("/server_info"))[1] == {"disable_radix_cache": False, "tp_size": 1}, "prompts are kept by the half that reads"
+    for one, mode in ((two.reads, "prefill"), (two.writes, "decode")):
+        one.says["/server_info"] |= {"disaggregation_mode": mode}
+    assert (await two.ask("/server_info"))[1] == {"disable_radix_cache": True, "tp_size": 1, "disaggregation_mode": "null", "halves": True}
+    two.reads.says["/server_info"]["disable_radix_cache"] = False
+    assert (await two.ask("/server_info"))[1]["disable_radix_cache"] is False, "prompts are kept by the half that reads"
 
 
 @pytest.mark.parametrize(
