@@ -21,7 +21,7 @@ from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
 from producer.engine.hosted import EngineFault, Figures, Meeting, Misfit
 from producer.engine.key import admin_key, engine_key
-from producer.engine.sglang.arguments import Place, check_arguments, server_arguments
+from producer.engine.sglang.arguments import Half, Place, check_arguments, server_arguments
 from producer.engine.sglang.child import Child
 from producer.engine.sglang.context import known_context
 from producer.engine.sglang.figures import capacity
@@ -39,6 +39,7 @@ _GRACE_S = 10.0
 _NODE_GRACE_S = 0.5
 """A node that is not the first waits for the first one's word, whatever signal it gets."""
 _HERE = "127.0.0.1"
+_HALVES: tuple[Half, Half] = ("prefill", "decode")
 _KNOCK_S = 0.5
 _ASK_S = 5.0
 _WITHHELD = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_RETURN_ORIGINAL_LOGPROB"})
@@ -109,11 +110,11 @@ class SGLangServer:
         with contextlib.ExitStack() as held:
             handover, *ports = (held.enter_context(held_port(_HERE, key="a port of this machine")) for _ in range(5))
             try:
-                for half, own, rendezvous in (("prefill", ports[0], ports[1]), ("decode", ports[2], ports[3])):
+                for half, own, rendezvous in zip(_HALVES, ports[:2], ports[2:], strict=True):
                     place = replace(self._place(boot_nonce, own, rendezvous, meeting=""), half=half, bootstrap_port=handover)
                     log = self._log if half == "decode" else self._log.with_stem(f"{self._log.stem}-{half}")
                     halves.append(self._start(settings, place, log=log))
-                prefill, decode = (f"http://{_HERE}:{own}" for own in (ports[0], ports[2]))
+                prefill, decode = (f"http://{_HERE}:{own}" for own in ports[:2])
                 async with open_session() as session:
                     pair = Pair(session, prefill=prefill, decode=decode, bootstrap=(_HERE, handover), most=settings.slots + settings.max_queued)
                     async with pair.serve(self._settings.host, port):

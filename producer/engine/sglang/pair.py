@@ -172,7 +172,7 @@ class Pair:
                 return stream
         except _NETWORK as problem:
             if stream is None:
-                return _refusal(f"the half that writes broke the connection: {problem or type(problem).__name__}", _BROKEN)
+                return _refusal(f"the half that writes broke the connection: {str(problem) or type(problem).__name__}", _BROKEN)
             if http.transport is not None:
                 http.transport.close()  # a stream that is not whole must not look so
             return stream
@@ -266,7 +266,7 @@ class Pair:
                 return Said(answer.status, await answer.read(), answer.headers.get("Content-Type", "application/json"))
         except _NETWORK as problem:
             which = "reads" if half == self._prefill else "writes"
-            return Said(_BROKEN, orjson.dumps({"error": {"message": f"the half that {which} cannot be reached: {problem or type(problem).__name__}"}}))
+            return Said(_BROKEN, orjson.dumps({"error": {"message": f"the half that {which} cannot be reached: {str(problem) or type(problem).__name__}"}}))
 
 
 def _not_for_two(asked: object) -> str:
