@@ -69,7 +69,7 @@ async def test_a_probe_of_two_halves_has_a_token_of_each(rig: Any, halves: bool,
         await control.dialect()
         assert await control.probe(deadline_s=5) == (f"asked for {tokens}",)
         most = tokens - 1
-        with pytest.raises(ApplyFailed, match="a probe for .* came back without it"):
+        with pytest.raises(ApplyFailed, match=r"a probe for .* came back without it"):
             await control.probe(deadline_s=5)
     finally:
         await runner.cleanup()

@@ -5,7 +5,7 @@
     what tells ──► decode; a version counts once both serve it
 
 Only an update in a pause by `abort` is let through: the halves then hold no request of the older weights, nor keys and values on their way. (0.5.23: kept in
-place, what is on its way would be written on under a version that did not read it; `retract` keeps that too, and asks for the rest anew without a key.)
+place, what is on its way is written on under a version that did not read it; `retract` keeps that too, and calls older tokens the new version's.)
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NewType, TypeAlias
+from typing import Any, NewType
 
 import aiohttp
 import orjson
@@ -24,7 +24,6 @@ from aiohttp import web
 from protocol.errors import ConfigError
 
 Url = NewType("Url", str)
-Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _GENERATE = ("/generate", "/v1/completions", "/v1/chat/completions")
 _PAUSE, _RESUME, _ABORT = "/pause_generation", "/continue_generation", "/abort_request"
 _SERVER, _MODEL = ("/server_info", "/get_server_info"), ("/model_info", "/get_model_info")
@@ -42,7 +41,7 @@ _CLOSE_S = 1.0
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
 """Whoever asks has a deadline, and goes away at it."""
 _NETWORK = (aiohttp.ClientError, OSError)
-_TORN = "its halves were given one version and only one of them took it: no token is written until both serve the same"
+_TORN = "its halves were given a version, and which of them took it differs or is not known: no token is written until both took one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +76,8 @@ class Asked:
     task: asyncio.Task[Any]
     aborted: bool = False
     """Somebody has told the halves to end it."""
+    begun: bool = False
+    """What the decode writes is being passed on."""
 
 
 class Pair:
@@ -108,10 +109,11 @@ class Pair:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S)
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port, backlog=1024, reuse_address=True).start()
+            try:
+                await web.TCPSite(runner, host, port, backlog=1024, reuse_address=True).start()
+            except OSError as problem:
+                raise ConfigError(f"engine.port: cannot listen on {host}:{port} ({problem.strerror or problem})") from problem
             yield
-        except OSError as problem:
-            raise ConfigError(f"engine.port: cannot listen on {host}:{port} ({problem.strerror or problem})") from problem
         finally:
             await runner.cleanup()
 
@@ -146,7 +148,7 @@ class Pair:
             await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
             if not writing.done() and (gave_up := _gave_up(await reading, one)) is not None:
                 await asyncio.wait({writing}, timeout=_LAST_WORD_S)
-                if not writing.done():
+                if not writing.done() and not one.begun:
                     return gave_up
             return await writing
         finally:
@@ -165,6 +167,7 @@ class Pair:
                 begun = await answer.content.readany()
                 if one.aborted and _is_fault(begun):
                     return _refusal(_ended(begun), _ABORTED)
+                one.begun = True
                 await (stream := web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})).prepare(http)
                 await stream.write(begun)
                 async for data in answer.content.iter_any():
@@ -204,17 +207,17 @@ class Pair:
         return answer.reply()
 
     async def _update(self, http: web.Request) -> web.StreamResponse:
-        """Both halves take the version; if one of them does not, whatever is under way or comes is refused until an update of both went well."""
+        """Both halves take the version, or refuse it and keep what they have; otherwise whatever is under way or comes is refused until both took one."""
         if not self._paused:
             return _refusal("an engine of two halves takes a version in a pause only", _REFUSED)
         body = await http.read()
-        self._updating, done = True, False
+        was_torn, self._updating, alike, took = self._torn, True, False, False
         try:
-            answer = await self._ask_both(http, body)
-            done = answer.well
-            return answer.reply()
+            reads, writes = await self._from_each(http, body)
+            alike, took = reads.well == writes.well and _BROKEN not in (reads.status, writes.status), writes.well
+            return (writes if reads.well else reads).reply()
         finally:
-            self._updating, self._torn = False, not done
+            self._updating, self._torn = False, not alike or (was_torn and not took)
             for one in self._open if self._torn else ():
                 one.task.cancel()
 
@@ -275,8 +278,8 @@ def _not_for_two(asked: object) -> str:
         return f"the body must be a JSON object, got {type(asked).__name__}"
     params = asked.get("sampling_params")
     several = isinstance(params, list) or (isinstance(params, dict) and params.get("n", 1) != 1) or asked.get("n", 1) not in (None, 1)
-    ids, text = asked.get("input_ids"), asked.get("text", asked.get("prompt"))
-    if several or (isinstance(ids, list) and ids and isinstance(ids[0], list)) or isinstance(text, list):
+    prompts = (asked.get(name) for name in ("input_ids", "text", "prompt"))
+    if several or any(isinstance(one, list) and one and isinstance(one[0], list | str) for one in prompts):
         return "an engine of two halves takes one prompt and one sample a request"
     if asked.get("return_logprob") and asked.get("logprob_start_len", -1) not in (None, -1):
         return "logprobs of a prompt: the half that writes never sees them; ask an engine that is one server (without engine.prefill)"

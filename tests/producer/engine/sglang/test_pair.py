@@ -203,6 +203,15 @@ async def test_after_an_update_that_one_half_refused_nothing_is_written_until_bo
     assert await two.ask("/generate", ASKED) == (200, WRITTEN)
 
 
+async def test_a_version_that_both_refuse_changes_nothing(two: Two):
+    assert await two.version() == "1:0"
+    for one in (two.reads, two.writes):
+        one.says["/update_weights_from_disk"] = {"success": False, "message": "no such file"}
+    assert (await two.update())[1]["message"] == "no such file"
+    assert await two.version() == "1:0"
+    assert await two.ask("/generate", ASKED) == (200, WRITTEN)
+
+
 async def test_a_half_that_got_other_weights_from_somebody_else_is_seen(two: Two):
     two.reads.version = "9:9"
     assert await two.version() == "9:9 and 1:0"
@@ -235,6 +244,7 @@ async def test_control_calls_go_to_both_with_their_keys_and_a_refusal_of_either_
         (ASKED | {"return_logprob": True, "logprob_start_len": 0}, "logprobs of a prompt"),
         (ASKED | {"sampling_params": {"n": 2}}, "one sample"),
         ({"input_ids": [[1], [2]]}, "one prompt"),
+        ({"text": ["one", "two"]}, "one prompt"),
     ],
 )
 async def test_what_two_halves_cannot_answer_is_refused(two: Two, body: dict[str, Any], why: str):
