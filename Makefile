@@ -42,7 +42,7 @@ demo: $(VENV)/installed-all $(if $(filter sglang,$(ENGINE)),sglang-cpu)  ## trai
 drill: $(VENV)/installed-all  ## the demo under kill -9 (DRILL=processes or DRILL=group)
 	$(BIN)/rollstream demo --seed $(SEED) --drill $(DRILL)
 
-# SGLang pins other versions of torch and transformers than ours, so it has an environment of its own: 2.7 GB, two to four minutes.
+# SGLang pins other versions of torch and transformers than ours, so it has an environment of its own: 2.9 GB, two to four minutes.
 SGLANG := .venv-sglang
 SGLANG_PINS := $(addprefix producer/engine/sglang/,requirements-cpu.txt requirements-cpu-bare.txt)
 $(SGLANG)/installed: $(SGLANG_PINS)

@@ -67,18 +67,21 @@ class EngineControl:
         return status == 200
 
     async def probe(self, *, deadline_s: float, adapter: str = "") -> tuple[str, ...]:
-        """Generate one token, with `adapter` if it is named; every version the answer names. The proof that the engine decodes, and with what."""
+        """Generate a token, with `adapter` if it is named; every version the answer names. The proof that the engine decodes, and with what. Of two halves each
+        writes one.
+        """
+        tokens = 2 if dialect(self._about or {}).halves else 1
         rid = f"probe-{uuid.uuid4().hex[:12]}"
         body = {
             "input_ids": [0],
             "rid": rid,
             "extra_key": rid,  # computed, not remembered
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True},
         }
         answer = await self._call("POST", "/generate", body | ({"lora_path": adapter} if adapter else {}), deadline_s)
         meta = answer.get("meta_info")
-        if not isinstance(meta, dict) or len(answer.get("output_ids") or ()) != 1:
-            raise ApplyFailed(f"{self.url}: a probe for one token came back without it: {answer!s:.300}")
+        if not isinstance(meta, dict) or len(answer.get("output_ids") or ()) != tokens:
+            raise ApplyFailed(f"{self.url}: a probe for {'one token' if tokens == 1 else f'{tokens} tokens'} came back without it: {answer!s:.300}")
         spans = meta.get("weight_versions")
         self._spans = spans is not None
         return (*(str(span.get("version")) for span in spans or []), str(meta.get("weight_version")))

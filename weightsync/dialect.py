@@ -40,13 +40,17 @@ class Dialect:
     stages: int = 1
     """Pipeline-parallel ones: each numbers its ranks from the first in a group for updates, so with more than one such a group never forms."""
 
+    halves: bool = False
+    """Two servers of ours are one engine: one reads prompts, one writes."""
+
     def pause_mode(self, wanted: PauseMode) -> PauseMode:
         """`wanted`, or `abort` where that would leave keys and values of older weights to new requests.
 
+        Between two halves they may be on their way, where no pause reaches them.
         Without spans nobody can tell a request that began before the update from one after it; before sessions the cache cannot be emptied while requests
         wait (on 0.5.17 asking for it ends the server), so what retracted requests recompute would rest on their own old prefixes.
         """
-        if self.prefix_cache and (not self.spans or (wanted == "retract" and not self.sessions)):
+        if self.halves or (self.prefix_cache and (not self.spans or (wanted == "retract" and not self.sessions))):
             return "abort"
         return wanted
 
@@ -69,6 +73,7 @@ def dialect(about: Mapping[str, Any], *, sessions: bool | None = None, spans: bo
         ranks=_count(about.get("tp_size")),
         replicas=_count(about.get("dp_size")),
         stages=_count(about.get("pp_size")),
+        halves=about.get("halves") is True,
     )
 
 

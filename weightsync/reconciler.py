@@ -334,10 +334,10 @@ class Reconciler:
         mode = speaks.pause_mode(wanted)
         if mode != wanted and not self._warned:
             self._warned = True
-            _LOG.warning(
-                "engine %s pauses by %s, not %s: its prefix cache would mix keys of two versions; start it with --disable-radix-cache, or use SGLang 0.5.21",
-                *(self._engine_id, mode, wanted),
-            )
+            why = "its prefix cache would mix keys of two versions; start it with --disable-radix-cache, or use SGLang 0.5.21"
+            if speaks.halves:
+                why = "what is on its way between its halves outlives any other pause"
+            _LOG.warning("engine %s pauses by %s, not %s: %s", self._engine_id, mode, wanted, why)
         return mode
 
     async def _forget(self, end: float) -> None:

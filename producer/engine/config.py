@@ -28,11 +28,18 @@ class EngineConfig(Section):
     python: str = Field("", description="With kind sglang: the interpreter that has SGLang. Empty: the one that runs the host.")
     device: Literal["cuda", "cpu"] = Field("cuda", description="With kind sglang: what it computes on.")
     tp: int = Field(1, ge=1, description="With kind sglang: GPUs that share one engine (tensor parallel).")
+    prefill: int = Field(
+        0,
+        ge=0,
+        description="With kind sglang: GPUs of a second server of each engine, which reads the prompts, while that of tp writes. 0: one does both. "
+        "See docs/engines.md.",
+    )
     nodes: int = Field(1, ge=1, description="With kind sglang: machines that share one engine, with as many of its GPUs on each. See docs/engines.md.")
     gpu: int = Field(
         0, ge=0, description="With kind sglang: first GPU of engine 0; the others begin after its GPUs, side by side. CUDA_VISIBLE_DEVICES counts first."
     )
     args: tuple[str, ...] = Field((), strict=False, description="With kind sglang: further arguments of its server, which outrank ours. See docs/engines.md.")
+    prefill_args: tuple[str, ...] = Field((), strict=False, description="With engine.prefill: further arguments of that server, which outrank engine.args.")
     start_seconds: float = Field(600.0, gt=0, description="With kind sglang: a server that has not written a token by then is ended and started again.")
     progress_seconds: float = Field(60.0, gt=0, description="An engine that has written no token for so long is asked for one; sglang and external.")
     probe_seconds: float = Field(30.0, gt=0, description="Time to write it. An engine that does not, hangs: it is ended and started again, or left alone.")
@@ -58,7 +65,16 @@ class EngineConfig(Section):
             raise ValueError(f'args are SGLang\'s, and kind is "{self.kind}": use kind = "sglang", or leave args out')
         if self.nodes > 1 and self.kind != "sglang":
             raise ValueError(f'nodes is {self.nodes}, and an engine of kind "{self.kind}" is on one machine: use kind = "sglang", or leave nodes out')
+        self._check_halves()
         return self
+
+    def _check_halves(self) -> None:
+        if self.prefill and self.kind != "sglang":
+            raise ValueError(f'prefill is {self.prefill}, and an engine of kind "{self.kind}" is one server: use kind = "sglang", or leave prefill out')
+        if self.prefill and self.nodes > 1:
+            raise ValueError(f"prefill is {self.prefill} and nodes is {self.nodes}: an engine of two servers is on one machine; leave one of them out")
+        if self.prefill_args and not self.prefill:
+            raise ValueError("prefill_args are of a server that is not there: set prefill to its GPUs, or write them into args")
 
     def _check_urls(self) -> None:
         if not self.urls:

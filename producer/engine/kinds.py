@@ -41,6 +41,11 @@ def make_kind(
         return Embedded(settings, lora=lora, index=index, model=model, longest=longest, seed=seed, group_deadline_s=weights.group_deadline_s)
     if settings.kind == "sglang":
         check_context(settings, longest=longest, context=known_context(model))
+        if settings.prefill and (weights.transport not in _BY_FILES or lora.adapters or shares_device):
+            raise ConfigError(
+                "engine.prefill: an engine of two servers takes versions by files, keeps its memory, and has no adapters: "
+                'use weights.transport "store" or "delta", another placement.layout than "colocated", and lora.publish "merged"'
+            )
         return SGLangServer(settings, lora=lora, shares_device=shares_device, index=index, model=model, longest=longest, seed=seed, log=log)
     if weights.transport not in _BY_FILES:
         raise ConfigError(

@@ -53,6 +53,28 @@ async def test_a_paused_engine_answers_no_probe_in_time(rig: Any):
         assert set(await control.probe(deadline_s=60)) == {"boot:b1"}
 
 
+@pytest.mark.parametrize(("halves", "tokens"), [(True, 2), (False, 1)])
+async def test_a_probe_of_two_halves_has_a_token_of_each(rig: Any, halves: bool, tokens: int):
+    most = 2
+
+    async def handler(request: web.Request) -> web.Response:
+        if request.path == "/server_info":
+            return web.json_response({"halves": halves})
+        asked = (await request.json())["sampling_params"]["max_new_tokens"]
+        return web.json_response({"output_ids": [5] * min(asked, most), "meta_info": {"weight_version": f"asked for {asked}"}})
+
+    runner, url = await _answers(handler)
+    try:
+        control = EngineControl(rig.session, url)
+        await control.dialect()
+        assert await control.probe(deadline_s=5) == (f"asked for {tokens}",)
+        most = tokens - 1
+        with pytest.raises(ApplyFailed, match=r"a probe for .* came back without it"):
+            await control.probe(deadline_s=5)
+    finally:
+        await runner.cleanup()
+
+
 async def test_an_engine_that_is_gone_is_unavailable(rig: Any):
     async with rig.server("b1") as server:
         control = EngineControl(rig.session, server.url)

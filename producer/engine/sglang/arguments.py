@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from producer.engine.config import EngineConfig
 from protocol.errors import ConfigError
 from weightsync.gpus import name_of
 from weightsync.lora import LoraConfig
 
+Half: TypeAlias = Literal["both", "prefill", "decode"]
+"""What of a request a server does."""
 LAUNCH = Path(__file__).with_name("launch.py")
 _NO_LORA = LoraConfig()
 _SPARE = 8
@@ -39,6 +42,7 @@ _REFUSED = {
     "--nccl-init-addr": "use engine.nodes; the host chooses the place to meet, at engine.host, anew for each start",
     "--base-gpu-id": "use engine.gpu, from which engines lie side by side",
     "--gpu-id-step": "engines lie side by side from engine.gpu; choose and order GPUs by CUDA_VISIBLE_DEVICES",
+    "--disaggregation-bootstrap-port": "the host holds a free port for it, anew for each start",
     "--device": "use engine.device, which decides the other arguments too",
     "--config": "a file of arguments could hold any of those that are refused; write them into engine.args",
     "--skip-tokenizer-init": "answers would have no text, which rewards judge",
@@ -50,7 +54,7 @@ _REFUSED = {
     "--speculative-algorithm NGRAM, which has no weights, or layers of the model's own checkpoint",
 }
 _ALLOWED = {
-    "--disaggregation-mode": ("null", "neither half of such a pair writes a token by itself, by which every update is proven; run both as one server"),
+    "--disaggregation-mode": ("null", "neither half writes a token by itself, by which every update is proven; set engine.prefill, and the host starts both"),
     "--tokenizer-worker-num": ("1", "each of its processes names a version of the weights of its own, and an update reaches one of them (seen with 0.5.17)"),
     "--weight-cache-mode": ("off", "weights that processes share cannot be updated in place"),
 }
@@ -72,6 +76,10 @@ class Place:
     seed: int
     node_rank: int = 0
     """Of an engine over several nodes: 0 answers."""
+    half: Half = "both"
+    """Of an engine of two servers: which this is."""
+    bootstrap_port: int = 0
+    """Where its halves find each other."""
     meeting: str = ""
     """Where its nodes find each other, host:port; empty: it has one."""
 
@@ -86,20 +94,30 @@ def server_arguments(
     """
     check_arguments(settings)
     dtype = () if settings.dtype == "auto" else ("--dtype", settings.dtype)
-    slots = settings.slots
+    slots, reads = settings.slots, place.half == "prefill"
     return (
         str(LAUNCH),
         *("--model-path", model, "--host", settings.host, "--port", str(place.port)),
         # Replicas are process groups of their own, and each would want the one port: SGLang chooses theirs then.
         *(() if _replicas(settings) > 1 else ("--nccl-port", str(place.rendezvous_port))),
         *("--weight-version", f"boot:{place.boot_nonce}", "--random-seed", str(place.seed % (1 << 31))),
-        *("--tp-size", str(settings.tp), "--max-running-requests", str(slots), "--max-queued-requests", str(settings.max_queued), *dtype),
+        *(
+            "--tp-size",
+            str(settings.prefill if reads else settings.tp),
+            "--max-running-requests",
+            str(slots),
+            "--max-queued-requests",
+            str(settings.max_queued),
+            *dtype,
+        ),
         *(_for_nodes(settings, place) if settings.nodes > 1 else ()),
         *("--enable-metrics", "--skip-server-warmup", "--log-level-http", "warning"),
         *(_for_cpu(settings, longest, context) if settings.device == "cpu" else _for_cuda(settings, place)),
         *(("--enable-memory-saver",) if shares_device and settings.device == "cuda" else ()),
         *(_for_adapters(settings, lora) if lora.adapters else ()),
+        *(_for_half(settings, place) if place.half != "both" else ()),
         *settings.args,
+        *(settings.prefill_args if reads else ()),
     )
 
 
@@ -129,20 +147,32 @@ def _for_nodes(settings: EngineConfig, place: Place) -> Iterator[str]:
     yield from ("--nnodes", str(settings.nodes), "--node-rank", str(place.node_rank), "--dist-init-addr", place.meeting)
 
 
+def _for_half(settings: EngineConfig, place: Place) -> Iterator[str]:
+    yield from ("--disaggregation-mode", place.half, "--disaggregation-bootstrap-port", str(place.bootstrap_port))
+    if settings.device == "cpu":
+        yield from ("--disaggregation-transfer-backend", "nixl")  # alone has shared memory and TCP without a library of the system's
+        if place.half == "prefill":
+            yield "--disable-overlap-schedule"  # with it, what is sent early waits for an event of CUDA
+        else:  # the cache has room for all slots whole: nothing is kept back, taken beyond them, or moved out for others
+            yield from ("--num-reserved-decode-tokens", "1", "--disaggregation-decode-extra-slots", "0", "--disaggregation-decode-retraction-backup", "none")
+
+
 def _for_cuda(settings: EngineConfig, place: Place) -> Iterator[str]:
-    yield from ("--base-gpu-id", str(settings.gpu + place.index * gpus_here(settings)))
+    before = settings.tp if place.half == "prefill" else 0
+    yield from ("--base-gpu-id", str(settings.gpu + place.index * gpus_here(settings) + before))
     if settings.max_length:
         yield from ("--context-length", str(settings.max_length))
 
 
 def gpus_of_engine(settings: EngineConfig) -> int:
-    """GPUs of one engine: engine.tp in each stage (`--pp-size`) of each replica (`--dp-size`, unless replicas share out the attention alone).
+    """GPUs of one engine: engine.tp in each stage (`--pp-size`) of each replica (`--dp-size`, unless replicas share out the attention alone), and those of the
+    half that reads prompts.
 
     0 where the engine has none. Raises: `ConfigError` for a size that is no number.
     """
     if settings.kind != "sglang" or settings.device != "cuda":
         return 0
-    return settings.tp * _size(settings.args, _STAGES) * _replicas(settings)
+    return settings.tp * _size(settings.args, _STAGES) * _replicas(settings) + settings.prefill
 
 
 def gpus_here(settings: EngineConfig) -> int:
@@ -195,14 +225,11 @@ def check_arguments(settings: EngineConfig) -> None:
     """Raises: `ConfigError` naming the argument and why it cannot be."""
     gpus_of_engine(settings)
     named = list(_named(settings.args))
-    for name, _ in named:
-        refused = next((flag for flag in _REFUSED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)
-        if refused is not None:
-            raise ConfigError(f"engine.args has {name}: {_REFUSED[refused]}")
-    for name, value in named:
-        bound = next((flag for flag in _ALLOWED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)
-        if bound is not None and value != _ALLOWED[bound][0]:
-            raise ConfigError(f"engine.args has {name} {value or ''}".rstrip() + f": {_ALLOWED[bound][1]}")
+    _check_named("engine.args", named)
+    _check_named("engine.prefill_args", list(_named(settings.prefill_args)))
+    for flags in (_REPLICAS, _STAGES) if settings.prefill else ():
+        if _size((*settings.args, *settings.prefill_args), flags) > 1:
+            raise ConfigError(f"engine.prefill with {flags[0]}: only servers that share out weights alone are known to work as two halves; use engine.tp")
     given = dict(named)
     if settings.tp * _size(settings.args, _STAGES) % settings.nodes:
         raise ConfigError(f"engine.tp {settings.tp} over engine.nodes {settings.nodes}: each node must have as many of its GPUs; make tp a multiple of nodes")
@@ -211,6 +238,17 @@ def check_arguments(settings: EngineConfig) -> None:
             f"engine.args has {' '.join(_FP8)} without {' '.join(_RELOADABLE)}: layers that were quantised at the start take no second version, and the first "
             "update would end the server (0.5.23); add it, for Qwen2 and Qwen3, or leave out --quantization"
         )
+
+
+def _check_named(key: str, named: Sequence[tuple[str, str | None]]) -> None:
+    for name, _ in named:
+        refused = next((flag for flag in _REFUSED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)
+        if refused is not None:
+            raise ConfigError(f"{key} has {name}: {_REFUSED[refused]}")
+    for name, value in named:
+        bound = next((flag for flag in _ALLOWED if flag == name or (len(name) > len("--x") and flag.startswith(name))), None)
+        if bound is not None and value != _ALLOWED[bound][0]:
+            raise ConfigError(f"{key} has {name} {value or ''}".rstrip() + f": {_ALLOWED[bound][1]}")
 
 
 def _named(args: Sequence[str]) -> Iterator[tuple[str, str | None]]:

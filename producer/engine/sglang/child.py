@@ -27,7 +27,7 @@ class Child:
     """
 
     def __init__(self, popen: subprocess.Popen[bytes], pidfd: int, log: Path, offset: int) -> None:
-        self._popen, self._pidfd, self._log, self._offset = popen, pidfd, log, offset
+        self._popen, self._pidfd, self.log, self._offset = popen, pidfd, log, offset
         self._given_up = False
         self.code: int | None = None
         """Its exit code once it has ended and was waited for; negative: a signal."""
@@ -99,7 +99,7 @@ class Child:
 
     def last_words(self) -> str:
         """The end of what this child has written; empty if it wrote nothing."""
-        with self._log.open("rb") as file:
+        with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._offset, size - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

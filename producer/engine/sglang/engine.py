@@ -9,20 +9,24 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never
 
 import orjson
 import xxhash
 
+from producer.engine.client import open_session
 from producer.engine.config import EngineConfig
 from producer.engine.desk import Desk
 from producer.engine.hosted import EngineFault, Figures, Meeting, Misfit
 from producer.engine.key import admin_key, engine_key
-from producer.engine.sglang.arguments import Place, check_arguments, server_arguments
+from producer.engine.sglang.arguments import Half, Place, check_arguments, server_arguments
 from producer.engine.sglang.child import Child
 from producer.engine.sglang.context import known_context
 from producer.engine.sglang.figures import capacity
+from producer.engine.sglang.halves import Halves
+from producer.engine.sglang.pair import Pair
 from producer.engine.sglang.ports import held_port
 from producer.engine.sglang.watch import Watch
 from protocol.errors import ApplyFailed, ConfigError, DecodeError, EngineUnavailable
@@ -35,6 +39,7 @@ _GRACE_S = 10.0
 _NODE_GRACE_S = 0.5
 """A node that is not the first waits for the first one's word, whatever signal it gets."""
 _HERE = "127.0.0.1"
+_HALVES: tuple[Half, Half] = ("prefill", "decode")
 _KNOCK_S = 0.5
 _ASK_S = 5.0
 _WITHHELD = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "SGLANG_RETURN_ORIGINAL_LOGPROB"})
@@ -84,14 +89,38 @@ class SGLangServer:
             held_port(settings.host, wanted, key=f"engine.port {wanted}") as port,
             held_port(settings.host, key="engine.host") as rendezvous,
         ):
+            if settings.prefill:
+                async with self._two_halves(boot_nonce, desk, port) as life:
+                    yield life
+                return
             meeting = Meeting(address=_address(settings.host, rendezvous), nodes=settings.nodes, alike=self.alike) if settings.nodes > 1 else None
             place = self._place(boot_nonce, port, rendezvous, meeting=meeting.address if meeting else "")
             child = self._start(settings, place)
-            life = ServerLife(child, settings, desk, port=port, boot_nonce=boot_nonce, log=self._log, meeting=meeting)
+            life = ServerLife(child, settings, desk, port=port, boot_nonce=boot_nonce, meeting=meeting)
             try:
                 yield life
             finally:
                 await asyncio.shield(child.end(_GRACE_S))
+
+    @contextlib.asynccontextmanager
+    async def _two_halves(self, boot_nonce: str, desk: Desk, port: int) -> AsyncIterator[ServerLife]:
+        """One server that reads prompts and one that writes, which only this machine reaches, and their one address."""
+        settings = self._settings.model_copy(update={"host": _HERE})
+        halves: list[Child] = []
+        with contextlib.ExitStack() as held:
+            handover, *ports = (held.enter_context(held_port(_HERE, key="a port of this machine")) for _ in range(5))
+            try:
+                for half, own, rendezvous in zip(_HALVES, ports[:2], ports[2:], strict=True):
+                    place = replace(self._place(boot_nonce, own, rendezvous, meeting=""), half=half, bootstrap_port=handover)
+                    log = self._log if half == "decode" else self._log.with_stem(f"{self._log.stem}-{half}")
+                    halves.append(self._start(settings, place, log=log))
+                prefill, decode = (f"http://{_HERE}:{own}" for own in ports[:2])
+                async with open_session() as session:
+                    pair = Pair(session, prefill=prefill, decode=decode, bootstrap=(_HERE, handover), most=settings.slots + settings.max_queued)
+                    async with pair.serve(self._settings.host, port):
+                        yield ServerLife(Halves(*halves), self._settings, desk, port=port, boot_nonce=boot_nonce)
+            finally:
+                await asyncio.shield(asyncio.gather(*(half.end(_GRACE_S) for half in halves)))
 
     @contextlib.asynccontextmanager
     async def node(self, boot_nonce: str, rank: int, meeting: str, /) -> AsyncIterator[Child]:
@@ -125,11 +154,11 @@ class SGLangServer:
             meeting=meeting,
         )
 
-    def _start(self, settings: EngineConfig, place: Place) -> Child:
+    def _start(self, settings: EngineConfig, place: Place, *, log: Path | None = None) -> Child:
         """Raises: `EngineFault`."""
         argv = self._arguments(settings, place, model=self._model)
         try:
-            return Child.start((self._python, *argv), log=self._log, env=_environment(settings))
+            return Child.start((self._python, *argv), log=log or self._log, env=_environment(settings))
         except OSError as problem:
             raise EngineFault(f"SGLang cannot be started: {problem}") from problem
 
@@ -140,10 +169,10 @@ class SGLangServer:
 
 
 class ServerLife:
-    """`Hosted` for one process tree."""
+    """`Hosted` for one process tree, or for two that are one engine."""
 
-    def __init__(self, child: Child, settings: EngineConfig, desk: Desk, *, port: int, boot_nonce: str, log: Path, meeting: Meeting | None = None) -> None:
-        self._child, self._settings, self._desk, self._log, self._nonce = child, settings, desk, log, boot_nonce
+    def __init__(self, child: Child | Halves, settings: EngineConfig, desk: Desk, *, port: int, boot_nonce: str, meeting: Meeting | None = None) -> None:
+        self._child, self._settings, self._desk, self._nonce = child, settings, desk, boot_nonce
         self.meeting = meeting
         self.url = f"http://{_address(settings.host, port)}"
         self._began = time.monotonic()
@@ -155,7 +184,7 @@ class ServerLife:
 
     @property
     def trouble(self) -> str:
-        return "" if self._watch is not None else f"SGLang starts ({time.monotonic() - self._began:.0f} s; {self._log})"
+        return "" if self._watch is not None else f"SGLang starts ({time.monotonic() - self._began:.0f} s; {self._child.log})"
 
     @property
     def figures(self) -> Figures:
@@ -222,7 +251,7 @@ class ServerLife:
 
     def _ended(self, code: int) -> EngineFault | ConfigError:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        said = f"SGLang {how}; its last words ({self._log}) are\n{self._child.last_words()}"
+        said = f"SGLang {how}; its last words ({self._child.log}) are\n{self._child.last_words()}"
         if code == _USAGE and self._watch is None:
             return ConfigError(f"engine.args: {said}")
         return EngineFault(said)

@@ -11,6 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from protocol.errors import DecodeError
 
 _PREFIX = "sglang:"
+_WAITING = ("num_queue_reqs", "num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs")
+"""The half that writes counts those of whose prompts it waits for apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ def parse(exposition: str) -> Sample:
     idle = [value for _, value in found.get("scheduler_idle_seconds_total", ())]
     return Sample(
         running=int(total("num_running_reqs")),
-        queued=int(total("num_queue_reqs")),
+        queued=int(sum(map(total, _WAITING))),
         generated_tokens=int(max(decoded, finished)),  # the first counts as they come, but not the first token of a request; the second when a request is over
         kv_usage=min(1.0, max((value for _, value in found.get("token_usage", ())), default=0.0)),
         idle_s=sum(idle) / len(idle) if idle else None,

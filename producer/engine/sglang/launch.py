@@ -6,7 +6,7 @@
 - keys come from the environment, and never appear in the log
 - without CUDA: SGLang's CPU path needs none of its compiled kernels for dense models where the CPU has no AMX, but imports them. They are replaced by names
   that raise when called. And torchvision from PyPI, whose library does not load beside a torch for CPUs, needs two operators to be declared. Its LoRA asks for
-  pinned memory, which there is none of without a device: it gets ordinary memory.
+  pinned memory, which there is none of without a device, and the halves of an engine hand over a device's: both get ordinary memory.
 """
 
 from __future__ import annotations
@@ -122,6 +122,13 @@ def _do_without_pinned_memory() -> None:
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
 
 
+def _do_without_device_memory() -> None:
+    """What a prefill hands to a decode lies in ordinary memory here, and SGLang calls it a device's."""
+    from nixl import _bindings
+
+    _bindings.VRAM_SEG = _bindings.DRAM_SEG
+
+
 def _serve() -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
@@ -142,6 +149,8 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     _do_without_kernels()
     if "--enable-lora" in sys.argv:
         _do_without_pinned_memory()
+    if "--disaggregation-mode" in sys.argv:
+        _do_without_device_memory()
 
 if __name__ == "__main__":
     _serve()

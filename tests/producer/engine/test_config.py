@@ -27,6 +27,19 @@ def test_what_no_engine_could_do_is_refused(wrong: dict[str, Any]):
         EngineConfig(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prefill": 1}, 'kind "embedded" is one server'),
+        ({"kind": "sglang", "prefill": 1, "nodes": 2}, "on one machine"),
+        ({"kind": "sglang", "prefill_args": ["--x"]}, "a server that is not there"),
+    ],
+)
+def test_two_halves_are_of_one_machine_and_of_sglang(settings: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
+        EngineConfig(**settings)
+
+
 def test_there_are_as_many_external_engines_as_urls_unless_some_are_kept_for_evaluation():
     urls = ("http://a:1", "http://b:1", "http://c:1")
     assert EngineConfig(kind="external", urls=urls).count == 3

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,8 @@ def test_the_users_arguments_come_last_and_so_win():
         (("--pp-size", "two"), "--pp-size two: give a whole number"),
         (("--config", "f.yaml"), "a file of arguments"),
         (("--skip-tokenizer-init",), "no text"),
-        (("--disaggregation-mode", "prefill"), "--disaggregation-mode prefill: neither half"),
+        (("--disaggregation-mode", "prefill"), r"--disaggregation-mode prefill: .*set engine\.prefill"),
+        (("--disaggregation-bootstrap-port", "8998"), "holds a free port for it"),
         (("--node-rank", "1"), "start the others by `rollstream engine --node-rank K`"),
         (("--nnodes", "2"), r"use engine\.nodes"),
         (("--dist-init-addr=10.0.0.1:5000",), "anew for each start"),
@@ -158,6 +160,58 @@ def test_each_machine_of_an_engine_is_told_its_rank_and_where_to_meet():
     assert "--nnodes" in started(0, nodes=2, args=("--pp-size", "2")), "a stage on each"
     with pytest.raises(ConfigError, match=r"engine\.tp 3 over engine\.nodes 2: each node must have as many"):
         started(0, tp=3, nodes=2)
+
+
+def test_each_half_of_an_engine_has_its_own_gpus_ports_and_arguments():
+    def started(half: str, **settings: object) -> dict[str, str]:
+        place = dataclasses.replace(PLACE, half=half, bootstrap_port=31002)  # type: ignore[arg-type]
+        engine = EngineConfig(kind="sglang", tp=4, prefill=2, gpu=1, **settings)  # type: ignore[arg-type]
+        return flags(server_arguments(engine, place, model="/m", longest=24, context=0))
+
+    own = {"args": ("--mem-fraction-static", "0.8"), "prefill_args": ("--mem-fraction-static", "0.6")}
+    names = ("--disaggregation-mode", "--disaggregation-bootstrap-port", "--tp-size", "--base-gpu-id", "--mem-fraction-static")
+    prefill, decode = ({name: started(half, **own)[name] for name in names} for half in ("prefill", "decode"))
+    assert tuple(decode.values()) == ("decode", "31002", "4", "13", "0.8")
+    assert tuple(prefill.values()) == ("prefill", "31002", "2", "17", "0.6"), "behind those of the half that writes"
+    assert "--disaggregation-transfer-backend" not in started("prefill"), "SGLang's own choice on GPUs"
+    on_cpu = started("decode", device="cpu")
+    assert (on_cpu["--disaggregation-transfer-backend"], on_cpu["--num-reserved-decode-tokens"]) == ("nixl", "1")
+    assert "--disaggregation-mode" not in arguments()
+    assert gpus_of(EngineConfig(kind="sglang", tp=2, prefill=1), 1, {}) == ("3", "4", "5")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"args": ("--dp-size", "2", "--enable-dp-attention")}, r"engine\.prefill with --dp-size"),
+        ({"prefill_args": ("--pp-size=2",)}, r"engine\.prefill with --pp-size"),
+        ({"prefill_args": ("--port", "1")}, r"engine\.prefill_args has --port"),
+    ],
+)
+def test_what_would_break_one_of_two_halves_is_refused(settings: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        arguments(prefill=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("weights", "lora", "shares_device"),
+    [({"transport": "nccl"}, {}, False), ({}, {"rank": 8, "publish": "adapter"}, False), ({}, {}, True)],
+    ids=["group", "adapters", "turns"],
+)
+def test_what_two_halves_are_not_known_to_do_is_refused(tmp_path: Path, weights: dict[str, Any], lora: dict[str, Any], shares_device: bool):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"engine\.prefill: an engine of two servers"):
+        make_kind(
+            EngineConfig(kind="sglang", prefill=1),
+            WeightsConfig(**weights),
+            lora=LoraConfig(**lora),
+            shares_device=shares_device,
+            index=0,
+            model=str(tmp_path),
+            longest=24,
+            seed=lambda _: 0,
+            log=tmp_path / "sglang.log",
+        )
 
 
 def test_a_run_whose_versions_are_adapters_starts_servers_that_take_them():

@@ -43,9 +43,9 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def started(run: Run) -> list[int]:
+def started(run: Run, half: str = "") -> list[int]:
     """The pids of the servers so far, in their order."""
-    log = run.config().run.folder / "logs" / "sglang-0.log"
+    log = run.config().run.folder / "logs" / f"sglang-0{half}.log"
     return [int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("server ")]
 
 
@@ -81,6 +81,29 @@ async def test_a_server_that_is_gone_is_started_again_and_routable_at_the_newest
         assert not Path(f"/proc/{first}").exists()
     assert not Path(f"/proc/{second}").exists(), "it ends with its host"
     assert await run.registry.engines() == []
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", [0, 1], ids=["the one that reads", "the one that writes"])
+async def test_the_end_of_one_half_is_the_end_of_both_and_another_pair_serves_the_newest_version(
+    run: Run, session: aiohttp.ClientSession, model_b: Path, tmp_path: Path, which: int
+):
+    """In place of each half is an engine that does all itself."""
+    await run.create()
+    alone = STAND_IN.replace("    model = load", "    from producer.engine.embedded import request\n    request._NEUTRAL.clear()\n    model = load")
+    async with run.hosted(asyncio.Event(), **sglang(program(tmp_path, alone), prefill=1)):
+        version = await run.publish(model_b)
+        before = await run.serving(version)
+        assert (await ask(session, before, "one")).weight_version == version
+        halves = started(run, "-prefill")[-1], started(run)[-1]
+        os.kill(halves[which], signal.SIGKILL)
+        await run.until(lambda engines: before.boot_nonce not in {engine.boot_nonce for engine in engines})
+        after = await run.serving(version)
+        assert (await ask(session, after, "two")).weight_version == version
+        assert not [pid for pid in halves if Path(f"/proc/{pid}").exists()]
+        again = started(run, "-prefill")[-1], started(run)[-1]
+    assert not [pid for pid in again if Path(f"/proc/{pid}").exists()], "they end with their host"
 
 
 async def test_while_it_starts_status_says_so(run: Run, tmp_path: Path):

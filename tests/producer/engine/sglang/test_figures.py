@@ -36,6 +36,11 @@ def test_loads_of_replicas_are_summed_and_the_fullest_cache_counts():
     assert (found.running, found.kv_usage, found.idle_s) == (7, 0.5, 10.0)
 
 
+def test_who_waits_for_the_half_that_reads_its_prompt_waits():
+    text = ONE + 'sglang:num_decode_prealloc_queue_reqs{a="b"} 4.0\nsglang:num_decode_transfer_queue_reqs{a="b"} 1.0\n'
+    assert parse(text).queued == 7
+
+
 def test_a_token_that_is_not_finished_counts_for_progress():
     assert parse(ONE).sign != parse(ONE.replace("} 40.0", "} 41.0")).sign
 
