@@ -261,7 +261,6 @@ def test_a_critic_lies_with_its_trainer():
     [
         ({"placement": {"layout": "external"}}, 'engine.kind "embedded"'),
         ({"placement": {"layout": "colocated"}, "engine": {"kind": "external", "urls": ["http://a:1"]}}, "share no GPU"),
-        ({"placement": {"trainer_gpus": 2}}, "each rank uses one GPU"),
     ],
 )
 def test_what_this_release_cannot_start_on_ray_is_refused(sections: dict[str, Any], told: str):
