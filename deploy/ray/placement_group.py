@@ -33,6 +33,7 @@ WHOLE_GPU = 0.9
 """What the one tenant of a GPU takes of it in Ray's books, so that the bundle can still be asked where it lies."""
 _ALIVE = ("CREATED", "PENDING", "RESCHEDULING", "PREPARED")
 PACK, TOGETHER, SPREAD = "PACK", "STRICT_PACK", "STRICT_SPREAD"
+_HOW = {PACK: "on as few nodes as can be", TOGETHER: "on one node", SPREAD: "each on a node of its own"}
 _SOON_S = 1.0
 """For a group whose turn comes when the time is up: there may be room."""
 _SIGN = {"CPU": 0.001}
@@ -96,7 +97,7 @@ async def reserve(
             )
         return group, there
     bundles = [{"GPU": 1.0, "CPU": cpus}] * placement.gpus + [{"CPU": cpus}] * placement.cpus or [_SIGN]
-    asked = [(room(run, engine), wanted, f"{engine}, each on a node of its own; of: {placement.asked}", SPREAD) for engine, wanted in rooms.items()]
+    asked = [(room(run, engine), wanted, f"{engine} of: {placement.asked}", SPREAD) for engine, wanted in rooms.items()]
     clock = asyncio.get_running_loop().time
     deadline, made = clock() + wait_s, list[Any]()
     try:
@@ -139,7 +140,7 @@ async def new_group(name: str, bundles: Bundles, *, asked: str, wait_s: float, s
     )
     try:
         group = await asyncio.shield(making)
-        await _wait(group, lambda: f"{_shape(bundles)} ({asked}; {strategy}); {free()}", wait_s)
+        await _wait(group, lambda: f"{_shape(bundles)}, {_HOW[strategy]} ({asked}); {free()}", wait_s)
     except BaseException:
         await asyncio.shield(_unmake(making))
         raise
