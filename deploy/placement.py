@@ -2,11 +2,12 @@
 
 ::
 
-    Demand ──place──► Placement: how many bundles, and which slice of them each unit of each role gets
+    Demand ──place──► Placement: how many bundles, and which slice of them each unit of each role gets; or a room of its own
                           └── check_nodes(placement, node of each bundle): nobody's GPUs are torn apart
 
 A bundle is one GPU; or, for a unit that has none, CPUs alone. Slices are of *sorted* bundles: those with a GPU first, by node and GPU, so that consecutive
-ranks share a node; then those without.
+ranks share a node; then those without. An engine over several nodes has no slice but a room, a placement group of its own, as Ray packs or spreads a group as a
+whole: a bundle for each of its nodes.
 
 | layout | bundles with GPUs, in order |
 | --- | --- |
@@ -57,6 +58,7 @@ _PARTS: Mapping[Layout, tuple[Part, ...]] = {
 }
 _TAKE_TURNS = frozenset({Part.TRAINER, Part.ENGINE, Part.REWARD})
 _TRAINS = (Part.TRAINER, Part.CRITIC)
+_ENGINES = (Part.ENGINE, Part.EVAL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +96,25 @@ class Demand:
             case Part.REWARD:
                 return self.reward_engines, self.reward_gpus
 
-    def nodes_of(self, part: Part) -> int:
-        """Nodes that a unit of the part spans; 0: it may lie anywhere."""
-        if part in _TRAINS:
-            return 0
-        return self.engine_nodes if part in (Part.ENGINE, Part.EVAL) else 1
+    @property
+    def room(self) -> Room:
+        """Of one engine."""
+        return Room(self.engine_nodes, self.engine_gpus // self.engine_nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What an engine over several nodes has to itself: bundle `r` for its node `r`, no two of them on one node of the cluster.
+
+    A bundle is moved as a whole, so the loss of a node tears nothing apart.
+    """
+
+    nodes: int
+    gpus: int
+    """In each bundle. 0: CPUs alone."""
+
+    def __str__(self) -> str:
+        return f"({self.nodes} nodes of {self.gpus} GPUs)" if self.gpus else f"({self.nodes} nodes without GPU)"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -126,6 +142,8 @@ class Placement:
     """Bundles without a GPU, one for each unit that needs none."""
     units: Mapping[Part, tuple[Slice, ...]]
     """The slice of each unit. A part that the layout leaves out, or of which there are none, is not in it."""
+    rooms: Mapping[Part, tuple[Room, ...]]
+    """Of each engine over several nodes, which has no slice. As for `units`."""
 
     @property
     def bundles(self) -> int:
@@ -143,6 +161,7 @@ class Placement:
         for part, units in self.units.items():
             size = f"{len(units)} × {self.demand.units(part)[1]} GPUs" if units[0].start < self.gpus else f"{len(units)} without GPU"
             said.append(f"{part} {size}" + (" (the trainer's)" if part is Part.CRITIC else ""))
+        said += [f"{part} {len(rooms)} × {rooms[0]}" for part, rooms in self.rooms.items()]
         shared = ", taking turns on the same GPUs" if self.demand.layout == "colocated" and self.gpus else ""
         return f"{', '.join(said) or 'nothing'}{shared}"
 
@@ -168,7 +187,7 @@ def demand_of(config: UpConfig) -> Demand:
         critic=config.trainer.advantage == GAE,
         engines=engine.count,
         engine_gpus=placement.engine_gpus or of_kind,
-        engine_nodes=max(placement.engine_nodes, engine.nodes),
+        engine_nodes=engine.nodes,
         eval_engines=config.eval.engines,
         reward_engines=placement.reward_engines,
         reward_gpus=placement.reward_gpus,
@@ -180,11 +199,14 @@ def demand_of(config: UpConfig) -> Demand:
 def place(demand: Demand) -> Placement:
     """The layout of a run.
 
-    Raises: `ConfigError` if it needs more nodes than it may take, or if the GPUs of one engine would lie on more nodes than they may; what was asked, what
+    Raises: `ConfigError` if it needs more nodes than it may take, or if the GPUs of one engine would lie on other nodes than they may; what was asked, what
     there is, what to change.
     """
     _check(demand)
+    apart = _ENGINES if demand.engine_nodes > 1 else ()
     counted = [(part, *demand.units(part)) for part in _PARTS[demand.layout]]
+    rooms = {part: (demand.room,) * count for part, count, _ in counted if count and part in apart}
+    counted = [asked for asked in counted if asked[0] not in apart]
     units: dict[Part, tuple[Slice, ...]] = {}
     gpus = 0
     for part, count, size in counted:
@@ -202,7 +224,7 @@ def place(demand: Demand) -> Placement:
     if demand.critic and Part.TRAINER in units:
         units[Part.CRITIC] = units[Part.TRAINER]
     units = {part: units[part] for part in Part if part in units}
-    placement = Placement(demand=demand, gpus=gpus, cpus=bundles - gpus, units=units)
+    placement = Placement(demand=demand, gpus=gpus, cpus=bundles - gpus, units=units, rooms=rooms)
     _check_size(placement)
     check_nodes(placement, [f"node {index // demand.gpus_per_node}" for index in range(gpus)])
     return placement
@@ -214,39 +236,38 @@ def check_nodes(placement: Placement, nodes: Sequence[str]) -> None:
     Raises: `ConfigError` naming the engine, its GPUs and their nodes.
     """
     for part, units in placement.units.items():
-        spans = placement.demand.nodes_of(part)
-        if not spans or units[0].start >= placement.gpus:
+        if part in _TRAINS or units[0].start >= placement.gpus:
             continue
         for index, unit in enumerate(units):
-            size = len(unit) // spans
-            shares = [nodes[start : start + size] for start in range(unit.start, unit.stop, size)]
-            firsts = {share[0] for share in shares}
-            if any(len(set(share)) > 1 for share in shares) or len(firsts) < spans:
-                raise ConfigError(_torn(placement, part, index, [nodes[bundle] for bundle in range(unit.start, unit.stop)]))
+            found = nodes[unit.start : unit.stop]
+            if len(set(found)) > 1:
+                raise ConfigError(_torn(placement, part, index, found))
 
 
 def _torn(placement: Placement, part: Part, index: int, nodes: Sequence[str]) -> str:
     demand = placement.demand
-    spans = demand.nodes_of(part)
     found = ", ".join(f"{nodes.count(node)} on {node}" for node in dict.fromkeys(nodes))
-    wanted = "one node" if spans == 1 else f"{spans} nodes, {len(nodes) // spans} on each"
     how = "placement.reward_gpus" if part is Part.REWARD else "placement.engine_gpus"
     return (
-        f"placement: {part} {index} needs its {len(nodes)} GPUs on {wanted}, and would have {found} (bundles {placement.units[part][index]} of: "
+        f"placement: {part} {index} needs its {len(nodes)} GPUs on one node, and would have {found} (bundles {placement.units[part][index]} of: "
         f"{placement.asked}; placement.gpus_per_node is {demand.gpus_per_node}); let the GPUs before it fill whole nodes or multiples of {how}, or change {how}"
     )
 
 
 def _check(demand: Demand) -> None:
-    if demand.engine_nodes > 1 and demand.engine_gpus % demand.engine_nodes:
+    if demand.engine_nodes > 1 and demand.layout == "colocated":
         raise ConfigError(
-            f"placement.engine_nodes {demand.engine_nodes} with {demand.engine_gpus} GPUs an engine: each node must have as many of them; "
-            "make placement.engine_gpus a multiple of it"
+            f'engine.nodes {demand.engine_nodes} with placement.layout "colocated": engines over several nodes take no turns with the trainer; use another '
+            "layout"
         )
-    share = demand.engine_gpus // demand.engine_nodes
-    for key, gpus in (("engine_gpus", share), ("reward_gpus", demand.reward_gpus if demand.reward_engines else 0)):
+    if demand.engine_gpus % demand.engine_nodes:
+        raise ConfigError(
+            f"engine.nodes {demand.engine_nodes} with {demand.engine_gpus} GPUs an engine: each node must have as many of them; make engine.tp and "
+            "placement.engine_gpus multiples of it"
+        )
+    for key, gpus in (("engine_gpus", demand.room.gpus), ("reward_gpus", demand.reward_gpus if demand.reward_engines else 0)):
         if gpus > demand.gpus_per_node:
-            more = f"; an engine over several nodes is placement.engine_nodes = {-(-gpus // demand.gpus_per_node)}" if key == "engine_gpus" else ""
+            more = f"; for an engine over several, engine.nodes = {-(-demand.engine_gpus // demand.gpus_per_node)}" if key == "engine_gpus" else ""
             raise ConfigError(
                 f"placement.{key}: {gpus} GPUs of one engine must lie on one node, and a node has {demand.gpus_per_node} (placement.gpus_per_node){more}"
             )
@@ -254,9 +275,19 @@ def _check(demand: Demand) -> None:
 
 def _check_size(placement: Placement) -> None:
     demand = placement.demand
-    there = demand.nodes * demand.gpus_per_node
-    if demand.nodes and placement.gpus > there:
+    if not demand.nodes:
+        return
+    rooms = [room for part in placement.rooms.values() for room in part]
+    asked, there = placement.gpus + sum(room.nodes * room.gpus for room in rooms), demand.nodes * demand.gpus_per_node
+    if asked > there:
         raise ConfigError(
-            f"placement: {placement.gpus} GPUs are asked for ({placement.asked}), and there are {there}: placement.nodes {demand.nodes} × "
+            f"placement: {asked} GPUs are asked for ({placement.asked}), and there are {there}: placement.nodes {demand.nodes} × "
             f"placement.gpus_per_node {demand.gpus_per_node}; take more nodes, or fewer engines or ranks"
+        )
+    on_one = min(len(rooms), demand.gpus_per_node // demand.room.gpus) if demand.room.gpus else len(rooms)  # each of another engine
+    if demand.nodes * on_one < len(rooms) * demand.engine_nodes:
+        raise ConfigError(
+            f"placement: {len(rooms)} × {demand.room} are asked for, no two nodes of one engine on one machine, and placement.nodes {demand.nodes} × "
+            f"placement.gpus_per_node {demand.gpus_per_node} have room for {demand.nodes * on_one} of these {len(rooms) * demand.engine_nodes}; take more "
+            "nodes, or fewer engines"
         )

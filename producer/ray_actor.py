@@ -31,8 +31,10 @@ from typing import Any
 
 from producer.engine.host import EngineHostConfig, run_host
 from producer.engine.key import ADMIN_VARIABLE, VARIABLE
-from producer.engine.sglang.arguments import gpus_of_engine
+from producer.engine.node import RankTaken, run_node
+from producer.engine.sglang.arguments import gpus_here
 from producer.main import produce
+from producer.ray_names import index_of, rank_of
 from producer.teacher.config import TEACHER_VARIABLE
 from protocol.config import load
 from protocol.daemon import SUPERVISED, run_daemon
@@ -295,26 +297,33 @@ class ProducerActor(DaemonActor):
     """`rl-producer` under its index."""
 
     async def body(self, path: str, stop: asyncio.Event) -> None:
-        options = argparse.Namespace(config=path, set=list(self.settings.sets), index=_index(self.name), rollout_only=None, groups=None)
+        options = argparse.Namespace(config=path, set=list(self.settings.sets), index=index_of(self.name), rollout_only=None, groups=None)
         await produce(options, stop)
 
 
 class EngineActor(DaemonActor):
-    """The host of an engine. What it starts has the GPUs of the actor's bundles, and no others."""
+    """The host of an engine, or of its part on one more machine. What it starts has the GPUs of the actor's bundles, and no others."""
 
     def _prepare(self) -> None:
-        if len(self.bundles) > 1:  # Ray tells an actor of the bundle it sits in alone
+        if len(self.bundles) > 1:  # Ray tells an actor of the bundle it sits in alone; one bundle may have several
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus_of(self.bundles))
 
     async def body(self, path: str, stop: asyncio.Event) -> None:
         config = load(EngineHostConfig, path, sets=self.settings.sets)
-        engine = config.engine
+        engine, index, rank = config.engine, index_of(self.name), rank_of(self.name)
         here: dict[str, object] = {}
         if engine.host in LOOPBACK and engine.kind != "external":  # nobody on another node would reach it there
             here["host"] = self.address
         if engine.kind == "sglang" and engine.device == "cuda":  # it sees its own GPUs alone, so its first is 0, wherever engine 0 would begin
-            here["gpu"] = -_index(self.name) * gpus_of_engine(engine)
-        await run_host(config.model_copy(update={"engine": engine.model_copy(update=here)}), _index(self.name), stop)
+            here["gpu"] = -index * gpus_here(engine)
+        config = config.model_copy(update={"engine": engine.model_copy(update=here)})
+        if not rank:
+            await run_host(config, index, stop)
+            return
+        try:
+            await run_node(config, index, rank, stop)
+        except RankTaken as problem:  # by a process of this actor's own, on a machine that was lost and has not noticed yet
+            raise Unavailable(str(problem)) from problem
 
 
 def forget_overrides() -> None:
@@ -404,10 +413,6 @@ def forget(where: str, name: str) -> None:
 
 def _key(where: str, name: str) -> str:
     return f"{where}/failures/{name}"
-
-
-def _index(name: str) -> int:
-    return int(name.rpartition("-")[2])
 
 
 def _said(problem: BaseException) -> str:

@@ -22,6 +22,7 @@ import xxhash
 
 from producer.config import ProducerDaemonConfig, stop_seconds
 from producer.ray_actor import SECRETS, About, DaemonActor, ProducerActor, Settings, forget, namespace
+from producer.ray_names import index_of, rank_of, role_of
 from protocol.config import PlacementConfig, RayConfig, RunConfig, Tree, load
 from protocol.errors import EXIT_DRAINED, EXIT_FAULT, ConfigError, RollstreamError, Unavailable
 
@@ -159,7 +160,7 @@ def _take_signals_back() -> None:
 
 
 class Fleet:
-    """Names are `role-index`. Needs a connection to Ray."""
+    """By name (`ray_names`). Needs a connection to Ray."""
 
     def __init__(self, run: str) -> None:
         self._namespace = namespace(run)
@@ -168,8 +169,8 @@ class Fleet:
         """Who is there, or is on the way to another node; of one role, by index."""
         import ray
 
-        found = [name for name in await asyncio.to_thread(ray.util.list_named_actors) if name.rpartition("-")[0] == role or not role]
-        return sorted(found, key=lambda name: (name.rpartition("-")[0], int(name.rpartition("-")[2])))
+        found = [name for name in await asyncio.to_thread(ray.util.list_named_actors) if role_of(name) == role or not role]
+        return sorted(found, key=lambda name: (role_of(name), index_of(name), rank_of(name)))
 
     async def start(
         self, kind: type[DaemonActor], name: str, settings: Settings, *, cpus: float, gpus: float = 0, where: Any = None, bundles: Any = ()
@@ -318,9 +319,10 @@ def free() -> str:
 
     total, left = ray.cluster_resources(), ray.available_resources()
     nodes = [node for node in ray.nodes() if node["Alive"]]
+    each = sorted((node["Resources"].get("GPU", 0) for node in nodes), reverse=True)
     return (
         f"the cluster has {len(nodes)} nodes with {total.get('GPU', 0):g} GPUs and {total.get('CPU', 0):g} CPUs, of which {left.get('GPU', 0):g} GPUs and "
-        f"{left.get('CPU', 0):g} CPUs are free"
+        f"{left.get('CPU', 0):g} CPUs are free; GPUs of each node: {', '.join(f'{gpus:g}' for gpus in each)}"
     )
 
 

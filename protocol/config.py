@@ -111,20 +111,19 @@ class RolloutConfig(Section):
 
 
 class PlacementConfig(Section):
-    moved = MappingProxyType({"trainer_ranks": "trainer.ranks"})
+    moved = MappingProxyType({"trainer_ranks": "trainer.ranks", "engine_nodes": "engine.nodes"})
     layout: Literal["disaggregated", "colocated", "external", "trainer_only", "rollout_only"] = Field(
         "disaggregated",
         description="disaggregated: trainer and engines run at once, on Ray on devices of their own, on one machine on those that trainer.device and "
         "engine.gpu name. colocated: they take turns on the same ones, with buffer.pipeline_depth 0. "
         "external: engines run elsewhere, at engine.urls. trainer_only, rollout_only: on Ray, the other half is not started.",
     )
-    gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine of the cluster; an engine's GPUs must lie on one.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine of the cluster; an engine's GPUs must lie on one, or on engine.nodes.")
     nodes: int = Field(0, ge=0, description="Machines that the run may take. 0: as many as it needs.")
     trainer_gpus: int = Field(0, ge=0, description="GPUs of each of the trainer.ranks. 0: one if trainer.device is a GPU, else none.")
     engine_gpus: int = Field(
         0, ge=0, description="GPUs of one engine, over all of its nodes. 0: what engine.tp and engine.args take with SGLang on GPUs, else none."
     )
-    engine_nodes: int = Field(1, ge=1, description="Machines that one engine spans, with as many of its GPUs on each.")
     reward_engines: int = Field(0, ge=0, description="Engines of reward models that room is kept for.")
     reward_gpus: int = Field(1, ge=0, description="GPUs of one reward engine.")
     wait_seconds: float = Field(120.0, gt=0, description="On Ray: how long the cluster may take to give what was asked for.")

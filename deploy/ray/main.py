@@ -36,6 +36,7 @@ from deploy.summary import write_summary
 from deploy.up.supervisor import Child, Life
 from producer.ray_actor import About, Settings, give_back
 from producer.ray_fleet import Fleet, Left, connected, read_settings, unless
+from producer.ray_names import role_of
 from protocol.config import load
 from protocol.connection import Client, check_server, connect
 from protocol.daemon import run_daemon
@@ -172,7 +173,15 @@ class _Life:
         """Who has ended makes room, and there is room for everyone; False: `stop` came first. Raises: as `reserve`."""
         crew = self._crew
         await self._clear_ended()
-        asked = reserve(placement, crew.names, run=crew.config.run.name, cpus=crew.cpus, wait_s=crew.config.placement.wait_seconds, client=client)
+        asked = reserve(
+            placement,
+            crew.names,
+            rooms=crew.rooms(placement),
+            run=crew.config.run.name,
+            cpus=crew.cpus,
+            wait_s=crew.config.placement.wait_seconds,
+            client=client,
+        )
         if (room := await unless(self._stop, asked)) is None:
             return False
         crew.group, crew.dealt = room
@@ -182,9 +191,9 @@ class _Life:
         """Order of stopping: trainer, producers, engines, summary, what was reserved."""
         there = await self._clear_others(wanted)
         mine = [name for name in wanted if name not in there]
-        for name in wanted:
-            await self._crew.start(name)
         try:
+            for name in wanted:
+                await self._crew.start(name)
             started = await unless(self._stop, self._fleet.wait_started(wanted, within_s=self._crew.config.placement.wait_seconds))
         except RollstreamError as problem:
             if not there:
@@ -207,7 +216,7 @@ class _Life:
         ended = [name for name, about in there.items() if about is not None and about.code is not None]
         for name in ended:
             _LOG.info("%s of an earlier start has ended", name)
-            await self._crew.stop(name)
+        await self._crew.stop(*ended)
         if ended and all(_is(name, PRODUCER) for name in there if name not in ended):
             await asyncio.to_thread(give_back, self._crew.config.run.name)
 
@@ -276,7 +285,7 @@ class _Life:
             mine = [name for name in names if _is(name, role)]
             if drains and role in _ALONE_S:
                 await self._let_end(mine, within_s=_ALONE_S[role])
-            for left in await asyncio.gather(*(self._crew.stop(name) for name in mine)):
+            for left in await self._crew.stop(*mine):
                 if left.code or left.killed:
                     self._note(f"{left.name} {left.how}")
                 if left.about is not None and role == TRAINER:
@@ -363,8 +372,8 @@ async def _observe(name: str, look: Coroutine[None, None, None]) -> None:
 
 
 def _is(name: str, role: str) -> bool:
-    return name.rpartition("-")[0] == role
+    return role_of(name) == role
 
 
 def _stop_rank(name: str) -> int:
-    return (TRAINER, PRODUCER, ENGINE).index(name.rpartition("-")[0])
+    return (TRAINER, PRODUCER, ENGINE).index(role_of(name))

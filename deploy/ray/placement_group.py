@@ -1,6 +1,7 @@
-"""One placement group for a run: reserved within a bound, probed, and dealt out in the order of nodes and GPUs.
+"""One placement group for a run, and one for each engine over several nodes: reserved within a bound, probed, and dealt out in the order of nodes and GPUs.
 
     Placement ──► placement group (PACK, detached) ──► node and GPU of each bundle ──► sorted ──► bundles of each actor, kept in Redis
+        └───────► rooms (STRICT_SPREAD, detached), a group for each engine over several nodes: its bundle r is of its node r
 
 What was dealt out stays: an actor that starts anew, or a driver that comes later, finds its bundles in Redis. A bundle whose node is lost is found another
 place by Ray, with its index.
@@ -13,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -31,6 +32,13 @@ _PROBE_S = 300.0
 WHOLE_GPU = 0.9
 """What the one tenant of a GPU takes of it in Ray's books, so that the bundle can still be asked where it lies."""
 _ALIVE = ("CREATED", "PENDING", "RESCHEDULING", "PREPARED")
+PACK, TOGETHER, SPREAD = "PACK", "STRICT_PACK", "STRICT_SPREAD"
+_HOW = {PACK: "on as few nodes as can be", TOGETHER: "on one node", SPREAD: "each on a node of its own"}
+_SOON_S = 1.0
+"""For a group whose turn comes when the time is up: there may be room."""
+_SIGN = {"CPU": 0.001}
+"""In the group of a run whose engines have all there is: that there is a group says that the run holds something."""
+Bundles: TypeAlias = list[dict[str, float]]
 _GROUP = "group"
 """Field of the hash: id and shape of the group. The others are names of actors."""
 
@@ -68,9 +76,10 @@ def deal(placement: Placement, bundles: Iterable[Bundle], names: Mapping[Part, S
 
 
 async def reserve(
-    placement: Placement, names: Mapping[Part, Sequence[str]], *, run: str, cpus: float, wait_s: float, client: Client
+    placement: Placement, names: Mapping[Part, Sequence[str]], *, rooms: Mapping[str, Bundles], run: str, cpus: float, wait_s: float, client: Client
 ) -> tuple[Any, dict[str, tuple[int, ...]]]:
-    """The group of the run and the bundles of each actor: those of the group that is there, or of a new one. A new one that is not dealt out is removed.
+    """The group of the run and the bundles of each actor in it: those of the group that is there, or of a new one. With a new one come the `rooms`, of engines
+    by name, which ask for more at once and so come first. What is not dealt out is removed.
 
     Raises: `RayUnavailable` if the cluster has no room within `wait_s`: what was asked, what is there. `ConfigError` if the group that is there is of another
     layout, or the bundles found tear an engine apart.
@@ -87,19 +96,30 @@ async def reserve(
                 "with the layout it has; engines are added by `rollstream scale`"
             )
         return group, there
-    if group is not None:  # made by a driver that did not come to deal it out
-        await asyncio.to_thread(remove, group)
-    group = await new_group(name, [{"GPU": 1.0, "CPU": cpus}] * placement.gpus + [{"CPU": cpus}] * placement.cpus, asked=placement.asked, wait_s=wait_s)
+    bundles = [{"GPU": 1.0, "CPU": cpus}] * placement.gpus + [{"CPU": cpus}] * placement.cpus or [_SIGN]
+    asked = [(room(run, engine), wanted, f"{engine} of: {placement.asked}", SPREAD) for engine, wanted in rooms.items()]
+    clock = asyncio.get_running_loop().time
+    deadline, made = clock() + wait_s, list[Any]()
     try:
+        for called, wanted, said, strategy in (*asked, (name, bundles, placement.asked, PACK)):
+            if (left := await asyncio.to_thread(find, called)) is not None:  # made by a driver that did not come to deal it out
+                await asyncio.to_thread(remove, left)
+            group = await new_group(called, wanted, asked=said, wait_s=max(_SOON_S, deadline - clock()), strategy=strategy)
+            made.append(group)
         dealt = deal(placement, await look(group), names)
         record: dict[str, object] = {**dealt, _GROUP: shape | {"id": group.id.hex()}}
         with asking("placement"):
             await client.delete(key)
             await client.hset(key, mapping={field: orjson.dumps(value) for field, value in record.items()})
     except BaseException:
-        await asyncio.shield(asyncio.to_thread(remove, group))
+        await asyncio.shield(asyncio.to_thread(_remove_all, made))
         raise
     return group, dealt
+
+
+def room(run: str, engine: str) -> str:
+    """What a group is called that one engine has to itself."""
+    return f"{namespace(run)}/{engine}"
 
 
 async def kept(client: Client, run: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
@@ -111,7 +131,7 @@ async def kept(client: Client, run: str) -> tuple[dict[str, Any], dict[str, tupl
     return about, {name: tuple(bundles) for name, bundles in found.items()}
 
 
-async def new_group(name: str, bundles: list[dict[str, float]], *, asked: str, wait_s: float, strategy: str = "PACK") -> Any:
+async def new_group(name: str, bundles: Bundles, *, asked: str, wait_s: float, strategy: str = PACK) -> Any:
     """Raises: `RayUnavailable`; nothing stays reserved then, nor when this is cancelled."""
     import ray
 
@@ -120,7 +140,7 @@ async def new_group(name: str, bundles: list[dict[str, float]], *, asked: str, w
     )
     try:
         group = await asyncio.shield(making)
-        await _wait(group, lambda: f"{_shape(bundles)} ({asked}; {strategy}); {free()}", wait_s)
+        await _wait(group, lambda: f"{_shape(bundles)}, {_HOW[strategy]} ({asked}); {free()}", wait_s)
     except BaseException:
         await asyncio.shield(_unmake(making))
         raise
@@ -185,6 +205,11 @@ def remove(group: Any) -> None:
     import ray
 
     ray.util.remove_placement_group(group)
+
+
+def _remove_all(groups: Iterable[Any]) -> None:
+    for group in groups:
+        remove(group)
 
 
 def _shape(bundles: Iterable[Mapping[str, float]]) -> str:

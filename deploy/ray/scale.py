@@ -14,8 +14,10 @@ from deploy.scale import NotScaled, Slow
 from deploy.scaling import ROLES, change_to, refuses
 from deploy.stop_times import ENGINE
 from producer.engine.host import engine_id
+from producer.engine.nodes import statuses
 from producer.ray_actor import namespace
 from producer.ray_fleet import Fleet, connected, ended_how, read_settings
+from producer.ray_names import index_of, rank_of, role_of, unit_of
 from protocol.connection import Client, check_server, connect
 from protocol.errors import ConfigError, RunMissing
 from protocol.keys import Keys
@@ -53,24 +55,26 @@ async def change(crew: Crew, role: str, count: int, *, announced: Announced) -> 
     """Who was added, and who has left. Raises: `ConfigError` before anything is done; `RayUnavailable`; as `_until_there`."""
     config = crew.config
     evaluation = range(config.engine.count, config.engine.count + config.eval.engines) if role == ENGINE else ()
-    to = change_to(count, there=[int(name.rpartition("-")[2]) for name in await crew.fleet.names(role)], reserved=evaluation)
+    names = await crew.fleet.names(role)
+    to = change_to(count, there=[index_of(name) for name in names if not rank_of(name)], reserved=evaluation)
     if role == ENGINE and (why := next(filter(None, (refuses(config.engine, index) for index in to.added)), "")):
         raise ConfigError(why)
-    added, gone = ([f"{role}-{index}" for index in indices] for indices in (to.added, to.gone))
-    await asyncio.gather(*(crew.stop(name) for name in gone))
+    added = [name for index in to.added for name in crew.members(f"{role}-{index}")]
+    gone = [name for name in names if index_of(name) in to.gone]
+    await crew.stop(*gone)
     try:
         for name in added:
             await crew.start(name)
         await crew.fleet.wait_started(added, within_s=config.placement.wait_seconds)
     except BaseException:
-        await asyncio.gather(*(crew.stop(name) for name in added))
+        await crew.stop(*added)
         raise
     await _until_there(crew, added, announced)
     return added, gone
 
 
 async def _until_there(crew: Crew, names: Collection[str], announced: Announced) -> None:
-    """Return once all have announced themselves. Raises: `NotScaled` for those that have ended instead, which are gone then; `Slow`."""
+    """Return once all have announced themselves. Raises: `NotScaled` for those that have ended instead, which are gone then, an engine whole; `Slow`."""
     wait_s, left, ended = crew.config.placement.wait_seconds, set(names), dict[str, str]()
     try:
         async with asyncio.timeout(wait_s):
@@ -88,13 +92,17 @@ async def _until_there(crew: Crew, names: Collection[str], announced: Announced)
             f"{', '.join(sorted(left))}: not announced within placement.wait_seconds = {wait_s:g}; Ray goes on trying, and its logs say why"
         ) from problem
     finally:
-        await asyncio.gather(*(crew.stop(name) for name in ended))
+        lost = {unit_of(name) for name in ended}
+        await crew.stop(*(name for name in names if unit_of(name) in lost))
     if ended:
         raise NotScaled("; ".join(f"{name} {how}" for name, how in ended.items()))
 
 
 async def _announced(config: UpConfig, client: Client, name: str) -> bool:
-    keys, (role, _, index) = Keys(config.run.name), name.rpartition("-")
+    keys, role = Keys(config.run.name), role_of(name)
     if role == ENGINE:
-        return engine_id(config.run, int(index)) in {engine.engine_id for engine in await Registry(client, keys).engines()}
+        mine, rank = engine_id(config.run, index_of(name)), rank_of(name)
+        if rank:
+            return (mine, rank) in {(node.engine_id, node.rank) for node in await statuses(client, keys).members()}
+        return mine in {engine.engine_id for engine in await Registry(client, keys).engines()}
     return name in {producer.producer_id for producer in await Presence(client, keys, role, ProducerStatus).members()}

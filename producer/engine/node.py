@@ -42,11 +42,15 @@ _NOWHERE = ("127.", "localhost:", "[::1]:", "0.0.0.0:", "[::]:")
 """An address that begins so leads another machine to itself."""
 
 
+class RankTaken(ConfigError):
+    """Another host is this node, and is alive."""
+
+
 async def run_node(config: EngineHostConfig, index: int, rank: int, stop: asyncio.Event) -> None:
     """Run node `rank` of engine `index` until `stop`, or until the run drains and node 0 has left.
 
-    Raises: `ConfigError` for settings that cannot be, are not those of node 0, or a rank that another host has; `RedisUnavailable`; `EngineFault` where no
-    server can be started at all.
+    Raises: `ConfigError` for settings that cannot be, or are not those of node 0; `RankTaken`; `RedisUnavailable`; `EngineFault` where no server can be started
+    at all.
     """
     kind = kind_of(config, index, node=rank)
     nodes = config.engine.nodes
@@ -179,14 +183,14 @@ class _Node:
                 )
 
     async def _take_the_rank(self, stop: asyncio.Event) -> None:
-        """Raises: `ConfigError` if another host has it and is alive."""
+        """Raises: `RankTaken`."""
         end = time.monotonic() + TTL_S + BEAT_S
         while not stop.is_set():
             mine = [one for one in await self._statuses.members() if (one.engine_id, one.rank) == (self._status.engine_id, self._status.rank)]
             if not mine or mine[0].ended == _STOPPED:
                 break
             if time.monotonic() > end:
-                raise ConfigError(
+                raise RankTaken(
                     f"node {mine[0].rank} of {mine[0].engine_id} is run by process {mine[0].pid} on {mine[0].host}: end that one, or use another --node-rank"
                 )
             with contextlib.suppress(TimeoutError):

@@ -155,7 +155,7 @@ class Nodes:
         names = ", ".join(map(str, missing))
         return (
             f"node {names} of {self._meeting.nodes} has not joined at {self._meeting.address}: run `rollstream engine --index {self._index} "
-            f"--node-rank {missing[0]}` on its machine"
+            f"--node-rank {missing[0]}` on its machine; on Ray its actor does, once it has room"
         )
 
     async def beat(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from deploy.config import UpConfig
 from deploy.placement import Demand, Part, check_nodes, demand_of, place
-from deploy.ray.crew import placement_of
+from deploy.ray.crew import Crew, placement_of
 from deploy.ray.placement_group import Bundle, deal
 from deploy.ray.reach import check_reach
+from producer.ray_actor import Settings
+from producer.ray_fleet import Fleet
 from protocol.config import validate
 from protocol.errors import ConfigError
 
@@ -22,7 +25,6 @@ TABLE: list[tuple[str, dict[str, Any], int, dict[str, str]]] = [
     ("trainer, then engines", {"trainer_ranks": 4, "engines": 2, "engine_gpus": 2}, 8, {"trainer": "0 1 2 3", "engine": "4-5 6-7"}),
     ("ranks of several GPUs", {"trainer_ranks": 2, "trainer_gpus": 2, "engines": 4, "engine_gpus": 1}, 8, {"trainer": "0-1 2-3", "engine": "4 5 6 7"}),
     ("two nodes", {"trainer_ranks": 8, "engines": 2, "engine_gpus": 4}, 16, {"trainer": "0 1 2 3 4 5 6 7", "engine": "8-11 12-15"}),
-    ("engine over two nodes", {"trainer_ranks": 8, "engines": 1, "engine_gpus": 16, "engine_nodes": 2}, 24, {"trainer": "0 1 2 3 4 5 6 7", "engine": "8-23"}),
     (
         "a critic on the trainer's",
         {"trainer_ranks": 2, "critic": True, "engines": 1, "engine_gpus": 2},
@@ -64,19 +66,78 @@ def test_each_layout_gives_every_unit_its_slice(asked: dict[str, Any], gpus: int
     assert {part.value: " ".join(map(str, units)) for part, units in placement.units.items()} == expected
 
 
+ROOMS: list[tuple[str, dict[str, Any], dict[str, str], dict[str, str]]] = [
+    (
+        "an engine over two nodes",
+        {"trainer_ranks": 8, "engine_gpus": 16, "engine_nodes": 2},
+        {"trainer": "0 1 2 3 4 5 6 7"},
+        {"engine": "(2 nodes of 8 GPUs)"},
+    ),
+    (
+        "wherever the ranks before them end",
+        {"trainer_ranks": 1, "engines": 2, "engine_gpus": 6, "engine_nodes": 3, "gpus_per_node": 2, "nodes": 7},
+        {"trainer": "0"},
+        {"engine": "(3 nodes of 2 GPUs) (3 nodes of 2 GPUs)"},
+    ),
+    (
+        "an evaluation's as the others, beside rewards on one node",
+        {"layout": "rollout_only", "engine_gpus": 8, "engine_nodes": 2, "eval_engines": 1, "reward_engines": 1, "reward_gpus": 2},
+        {"reward": "0-1"},
+        {"engine": "(2 nodes of 4 GPUs)", "eval": "(2 nodes of 4 GPUs)"},
+    ),
+    ("without GPUs", {"trainer_gpus": 0, "engine_nodes": 2}, {"trainer": "0"}, {"engine": "(2 nodes without GPU)"}),
+]
+
+
+@pytest.mark.parametrize(("asked", "units", "rooms"), [pytest.param(*row[1:], id=row[0]) for row in ROOMS])
+def test_an_engine_over_several_nodes_has_a_room_of_its_own_and_no_slice(asked: dict[str, Any], units: Mapping[str, str], rooms: Mapping[str, str]):
+    placement = place(Demand(**({"trainer_gpus": 1} | asked)))
+    assert {part.value: " ".join(map(str, slices)) for part, slices in placement.units.items()} == units
+    assert {part.value: " ".join(map(str, found)) for part, found in placement.rooms.items()} == rooms
+
+
+def test_each_node_of_an_engine_has_an_actor_and_a_bundle():
+    crew = Crew(
+        config(engine={"kind": "sglang", "tp": 8, "nodes": 2, "count": 2}, eval={"engines": 1}, ray={"engine_cpus": 0.5}, producer={"count": 1}),
+        Settings(run="t", text=""),
+        Fleet("t"),
+    )
+    plan = placement_of(crew.config)
+    assert crew.rooms(plan) == {f"engine-{index}": [{"GPU": 4.0, "CPU": 2.0}] * 2 for index in range(3)}
+    engines = [f"engine-{index}{node}" for index in range(3) for node in ("", "-node-1")]
+    assert crew.wanted(plan) == ["trainer-0", *engines, "producer-0"]
+    assert plan.asked == "trainer 1 without GPU, engine 2 × (2 nodes of 4 GPUs), eval 1 × (2 nodes of 4 GPUs)"
+
+
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
         "an engine would be torn apart",
         {"trainer_ranks": 3, "trainer_gpus": 1, "engines": 1, "engine_gpus": 2, "gpus_per_node": 4},
         ["engine 0 needs its 2 GPUs on one node, and would have 1 on node 0, 1 on node 1", "trainer 3 × 1 GPUs", "placement.engine_gpus"],
     ),
+    ("an engine wider than a node", {"engine_gpus": 16}, ["16 GPUs of one engine must lie on one node, and a node has 8", "engine.nodes = 2"]),
     (
-        "an engine over two nodes begins within one",
-        {"trainer_ranks": 1, "trainer_gpus": 1, "engines": 1, "engine_gpus": 4, "engine_nodes": 2, "gpus_per_node": 2},
-        ["engine 0 needs its 4 GPUs on 2 nodes, 2 on each, and would have 1 on node 0, 2 on node 1, 1 on node 2"],
+        "an engine wider than its nodes",
+        {"engine_gpus": 32, "engine_nodes": 2},
+        ["16 GPUs of one engine must lie on one node, and a node has 8", "engine.nodes = 4"],
     ),
-    ("an engine wider than a node", {"engine_gpus": 16}, ["16 GPUs of one engine must lie on one node, and a node has 8", "placement.engine_nodes = 2"]),
-    ("nodes that do not share evenly", {"engine_gpus": 9, "engine_nodes": 2}, ["placement.engine_nodes 2 with 9 GPUs an engine"]),
+    ("nodes that do not share evenly", {"engine_gpus": 9, "engine_nodes": 2}, ["engine.nodes 2 with 9 GPUs an engine"]),
+    (
+        "fewer nodes than an engine has",
+        {"trainer_ranks": 1, "engine_nodes": 3, "nodes": 2},
+        ["1 × (3 nodes without GPU) are asked for", "placement.nodes 2 × placement.gpus_per_node 8 have room for 2 of these 3"],
+    ),
+    (
+        "GPUs enough, on too few nodes",
+        {"engines": 1, "engine_gpus": 6, "engine_nodes": 3, "gpus_per_node": 4, "nodes": 2},
+        ["1 × (3 nodes of 2 GPUs) are asked for", "placement.nodes 2 × placement.gpus_per_node 4 have room for 2 of these 3"],
+    ),
+    (
+        "too few GPUs, with those of rooms",
+        {"trainer_ranks": 1, "trainer_gpus": 1, "engine_gpus": 4, "engine_nodes": 2, "gpus_per_node": 2, "nodes": 2},
+        ["5 GPUs are asked for (trainer 1 × 1 GPUs, engine 1 × (2 nodes of 2 GPUs)), and there are 4"],
+    ),
+    ("turns over several nodes", {"layout": "colocated", "engine_gpus": 4, "engine_nodes": 2}, ['engine.nodes 2 with placement.layout "colocated"']),
     (
         "too few nodes",
         {"trainer_ranks": 8, "trainer_gpus": 1, "engines": 2, "engine_gpus": 4, "nodes": 1},
@@ -184,9 +245,10 @@ def test_what_placement_leaves_out_is_taken_from_the_sections_that_know():
     assert place(external).gpus == 0
 
 
-def test_the_number_of_ranks_has_one_place():
-    with pytest.raises(ConfigError, match=r"placement\.trainer_ranks.*trainer\.ranks"):
-        config(placement={"trainer_ranks": 2})
+@pytest.mark.parametrize(("old", "new"), [("trainer_ranks", "trainer.ranks"), ("engine_nodes", "engine.nodes")])
+def test_the_number_of_ranks_and_of_nodes_has_one_place(old: str, new: str):
+    with pytest.raises(ConfigError, match=rf"placement\.{old}.*{re.escape(new)}"):
+        config(placement={old: 2})
 
 
 def test_a_critic_lies_with_its_trainer():
@@ -199,8 +261,6 @@ def test_a_critic_lies_with_its_trainer():
     [
         ({"placement": {"layout": "external"}}, 'engine.kind "embedded"'),
         ({"placement": {"layout": "colocated"}, "engine": {"kind": "external", "urls": ["http://a:1"]}}, "share no GPU"),
-        ({"placement": {"engine_nodes": 2, "engine_gpus": 16}}, "started by hand|start it by hand"),
-        ({"engine": {"kind": "sglang", "tp": 16, "nodes": 2}}, "start it by hand"),
     ],
 )
 def test_what_this_release_cannot_start_on_ray_is_refused(sections: dict[str, Any], told: str):

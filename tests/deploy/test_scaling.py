@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deploy import scaling
 from deploy.config import UpConfig
+from deploy.ray.crew import Crew
 from deploy.ray.scale import change
 from deploy.scale import NotScaled, Slow, _scale_here, reached
 from deploy.scaling import LAUNCHER, change_to, forget, wish, wishes
@@ -87,8 +88,11 @@ class Staged:
         self.there.append(name)
         self.started.append(name)
 
-    async def stop(self, name: str) -> None:
-        self.there.remove(name)
+    members = Crew.members
+
+    async def stop(self, *names: str) -> None:
+        for name in names:
+            self.there.remove(name)
 
     async def wait_started(self, _names: object, *, within_s: float) -> None:
         assert within_s
@@ -119,6 +123,18 @@ async def test_on_ray_who_has_ended_instead_is_told_and_gone_and_the_others_stay
     with pytest.raises(NotScaled, match=r"engine-2 ended on h with exit code 2: no such folder$"):
         await scaled(crew, 3)
     assert crew.there == ["engine-0", "engine-1"]
+
+
+async def test_on_ray_an_engine_over_several_nodes_comes_and_leaves_whole():
+    crew = Staged({"engine-2-node-1": 2}, engine={"kind": "sglang", "tp": 2, "nodes": 2})
+    crew.there.append("engine-0-node-1")
+    await scaled(crew, 2)
+    assert crew.there == ["engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"]
+    with pytest.raises(NotScaled, match=r"^engine-2-node-1 ended on h with exit code 2: no such folder$"):
+        await scaled(crew, 3)
+    assert crew.there == ["engine-0", "engine-0-node-1", "engine-1", "engine-1-node-1"]
+    await scaled(crew, 1)
+    assert crew.there == ["engine-0", "engine-0-node-1"]
 
 
 async def test_on_ray_who_has_not_announced_itself_in_time_is_told_and_stays():

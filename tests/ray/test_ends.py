@@ -11,9 +11,12 @@ import pytest
 from deploy.config import UpConfig
 from deploy.ray.crew import placement_of
 from deploy.ray.main import Verdict, weigh
-from producer.ray_actor import MAX_FAILURES, About, Failures
+from producer import ray_actor
+from producer.engine.host import EngineHostConfig
+from producer.engine.node import RankTaken
+from producer.ray_actor import MAX_FAILURES, About, EngineActor, Failures, Settings
 from producer.ray_fleet import Left, absolute_paths, unless
-from protocol.errors import ConfigError
+from protocol.errors import EXIT_TRY_AGAIN, ConfigError, RollstreamError
 
 
 def left(name: str, code: int | None = None, *, killed: bool = False, answered: bool = False) -> Left:
@@ -68,6 +71,39 @@ def test_a_trainer_of_several_gpus_is_refused():
     })  # fmt: skip
     with pytest.raises(ConfigError, match=r"^placement\.trainer_gpus = 2"):
         placement_of(config)
+
+
+class Here(EngineActor):
+    """On a machine of that address, without a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.address, self.settings = name, "10.0.0.9", Settings(run="r", text="")
+
+
+async def test_each_node_of_an_engine_begins_at_its_first_gpu_and_is_met_where_ray_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begun: list[tuple[object, ...]] = []
+
+    async def host(config: EngineHostConfig, index: int, _stop: asyncio.Event) -> None:
+        begun.append((index, 0, config.engine.host, config.engine.gpu))
+
+    async def node(config: EngineHostConfig, index: int, rank: int, _stop: asyncio.Event) -> None:
+        begun.append((index, rank, config.engine.host, config.engine.gpu))
+
+    monkeypatch.setattr(ray_actor, "run_host", host)
+    monkeypatch.setattr(ray_actor, "run_node", node)
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nname = "r"\n[model]\npath = "m"\n[engine]\nkind = "sglang"\ntp = 8\nnodes = 2\n')
+    for name in ("engine-3", "engine-3-node-1"):
+        await Here(name).body(str(file), asyncio.Event())
+    assert begun == [(3, rank, "10.0.0.9", -3 * 4) for rank in (0, 1)], "the server adds three times its four GPUs, and its actor sees four"
+
+    async def taken(*_: object) -> None:
+        raise RankTaken("node 1 is run by another process")
+
+    monkeypatch.setattr(ray_actor, "run_node", taken)
+    with pytest.raises(RollstreamError) as problem:
+        await Here("engine-3-node-1").body(str(file), asyncio.Event())
+    assert problem.value.exit_code == EXIT_TRY_AGAIN, "its own last process, on a machine that Ray has given up, is no fault of the file"
 
 
 async def test_what_waits_is_left_at_once_when_the_end_is_asked_for_and_has_cleaned_up():

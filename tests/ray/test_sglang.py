@@ -1,6 +1,6 @@
-"""Real servers of SGLang, each the child of an actor: one is killed while the run goes on, then its whole node.
+"""Real servers of SGLang, each the child of an actor: one is killed while the run goes on, then its whole node; and one over two nodes loses the second.
 
-In the lane of SGLang, as it needs its environment. One run for all of it, as servers start slowly.
+In the lane of SGLang, as it needs its environment. One run for each number of nodes, as servers start slowly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3000)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Simulated]:
-    """An engine a node, and a node to spare."""
+    """An engine a node, or one over two, and a node to spare."""
     simulated = Simulated()
     try:
         for _ in range(3):
@@ -35,7 +35,7 @@ def cluster() -> Iterator[Simulated]:
 
 
 def server_of(actor: int) -> psutil.Process:
-    """The server that runs for an engine's actor."""
+    """The server, or the part of one, that runs for an engine's actor."""
     (server,) = (child for child in psutil.Process(actor).children(recursive=True) if any(word.endswith("launch.py") for word in child.cmdline()))
     return server
 
@@ -92,6 +92,55 @@ async def test_a_killed_server_and_then_its_lost_node_cost_no_group_and_it_comes
     assert summary["steps"] >= 7, said
     assert (summary["groups_lost"], summary["groups_duplicated"], summary["groups_dead"], summary["disagreements"]) == (0, 0, {}, [])
     assert summary["engines"][before.engine_id]["boots"] == 3
+    cluster.add(gpus=1)
+
+
+async def test_an_engine_over_two_nodes_serves_takes_every_version_and_begins_again_on_another_node_when_it_loses_one(run: Run, cluster: Simulated):
+    run.sections["placement"] |= {"engine_gpus": 2, "gpus_per_node": 1}
+    run.sections |= {
+        "engine": {"kind": "sglang", "device": "cpu", "python": interpreter(), "count": 1, "tp": 2, "nodes": 2, "slots": 8},
+        "model": {"path": str(write_model(run.folder / "words", 1))},
+        "rollout": {"group_size": 2, "max_prompt_tokens": 16, "max_new_tokens": 16},
+        "stop": {"steps": 100_000},
+    }
+    run.sections["producer"]["count"] = 1
+    async with run.fleet() as fleet:
+        up = await run.up("--new")
+        await run.trained(4)
+        first, second = [await fleet.about(name, timeout_s=20.0) for name in ("engine-0", "engine-0-node-1")]
+        assert first is not None
+        assert second is not None
+        assert first.node != second.node
+        words = [server_of(about.pid).cmdline() for about in (first, second)]
+        met = words[0][words[0].index("--dist-init-addr") + 1]
+        assert met.startswith(f"{first.address}:")
+        for rank, word in enumerate(words):
+            assert (word[word.index("--node-rank") + 1], word[word.index("--dist-init-addr") + 1]) == (str(rank), met)
+        before = await registered(run, 0)
+        assert before is not None
+        assert before.version is not None
+        assert before.version.n > 0, "what it serves has been updated"
+
+        cluster.remove(second.node)
+        await run.until(partial(has_moved, fleet, "engine-0-node-1", second.node))
+
+        async def again() -> bool:
+            found = await registered(run, 0)
+            return found is not None and (found.state, found.boot_nonce != before.boot_nonce) == (EngineState.ROUTABLE, True)
+
+        await run.until(again)
+        trained = (await run.ledger.status()).trained
+        await run.trained(trained + 3)
+        back = await registered(run, 0)
+        assert back is not None
+        assert back.version is not None
+        assert back.version.n > before.version.n
+        up.send_signal(signal.SIGTERM)
+        said = await run.done("up")
+        assert await fleet.names() == []
+    summary = read_summary(run.folder / "run")
+    assert summary["steps"] >= 7, said
+    assert (summary["groups_lost"], summary["groups_duplicated"], summary["groups_dead"], summary["disagreements"]) == (0, 0, {}, [])
 
 
 async def registered(run: Run, index: int) -> EngineStatus | None:
