@@ -55,8 +55,8 @@ $(SGLANG)/installed: $(SGLANG_PINS)
 sglang-cpu: $(SGLANG)/installed  ## SGLang for machines without a GPU, in .venv-sglang
 
 # The lanes of the test suite, with the minutes each takes beside another on two cores. Two run at a time, as none keeps both cores busy: each has servers,
-# ports and folders of its own. The longest begin, or a long one would run alone at the end.
-test: $(VENV)/installed-dev  ## the whole test suite
+# ports and folders of its own. The longest begin, or a long one would run alone at the end: so SGLang is installed before, as make puts off a lane that has to wait.
+test: $(VENV)/installed-dev sglang-cpu  ## the whole test suite
 	$(MAKE) --jobs 2 --output-sync=target $(addprefix lane-,$(LANES))
 
 lane-unit: $(VENV)/installed-dev  # 10 minutes

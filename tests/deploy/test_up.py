@@ -462,6 +462,10 @@ async def test_on_ray_as_on_one_machine(tmp_path: Path):
             given[name] = within_s
             return Left(name=name)
 
+        async def names(self, role: str) -> list[str]:
+            """Another node of the engine is there, so its GPUs are not given back to a cluster that this test has none of."""
+            return [f"{role}-0-node-1"]
+
     given: dict[str, float] = {}
     config = load(UpConfig, str(write_config(tmp_path)), sets=["producer.drain_seconds=60.0", "engine.kind=sglang"])
     crew = Crew(config, Settings(run="r", text=""), Stopped(), dealt={"engine-0": (0,)})
