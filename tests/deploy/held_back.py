@@ -1,5 +1,5 @@
-"""The demo's reward, held back until what a run is to show has come about, however fast the machine is: after its first steps training waits for an evaluation
-to have begun, and that one for a step that is trained meanwhile.
+"""The demo's reward, held back until what a run is to show has come about, however fast the machine is: after its first steps training waits until an
+evaluation has begun, that one until a step was trained meanwhile, and training, some steps later, until it is recorded.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from producer.rewards import Reward, RewardSample
 HELD_OUT, AUDIT, BEGAN = "HELD_BACK_HELD_OUT", "HELD_BACK_AUDIT", "HELD_BACK_BEGAN"
 """Variables with the paths of the held-out prompts, of the run's audit, and of the file that says an evaluation after the first has begun."""
 FREE_STEPS = 4
-STEPS = 12
+"""So many steps, then an evaluation must have begun; so many more, then it must be over."""
+STEPS = 16
 
 
 async def reward(sample: RewardSample) -> Reward:
-    """Of an evaluation: that of `task.reward` once a step was trained since this was asked, the first evaluation excepted."""
+    """That of `task.reward`, late."""
     began = Path(os.environ[BEGAN])
     evaluations, trained = await _so_far()
     if str(sample.prompt) not in Path(os.environ[HELD_OUT]).read_text():
-        await _until(lambda _, trained: trained < FREE_STEPS or began.exists())
-    elif evaluations:
+        await _until(lambda evaluations, trained: trained < FREE_STEPS or (began.exists() and (trained < 2 * FREE_STEPS or evaluations > 1)))
+    elif evaluations and not began.exists():  # the first is over, and this is of the second
         began.touch()
-        await _until(lambda _, now: now > trained or now == STEPS)
+        await _until(lambda _, now: now > trained)
     return await task.reward(sample)
 
 

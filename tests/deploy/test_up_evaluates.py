@@ -16,7 +16,7 @@ from tests.deploy.test_up_transports import up, write_run
 
 
 @pytest.mark.demo
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1500)
 def test_a_fleet_of_its_own_evaluates_one_version_at_a_time_while_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write_run(tmp_path, {"transport": "store"}, {"pipeline_depth": 1.0})
     _, held_out = task.write_data(tmp_path, 0)
