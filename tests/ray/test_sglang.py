@@ -13,7 +13,7 @@ from functools import partial
 import psutil
 import pytest
 
-from deploy.summary import read_summary
+from deploy.summary import Summary, read_summary
 from protocol.messages import EngineState, EngineStatus
 from tests.contract.conftest import write_model
 from tests.contract.served import interpreter
@@ -88,10 +88,7 @@ async def test_a_killed_server_and_then_its_lost_node_cost_no_group_and_it_comes
         up.send_signal(signal.SIGTERM)
         said = await run.done("up")
         assert await fleet.names() == []
-    summary = read_summary(run.folder / "run")
-    assert summary["steps"] >= 7, said
-    assert (summary["groups_lost"], summary["groups_duplicated"], summary["groups_dead"], summary["disagreements"]) == (0, 0, {}, [])
-    assert summary["engines"][before.engine_id]["boots"] == 3
+    assert ended_whole(run, said)["engines"][before.engine_id]["boots"] == 3
     cluster.add(gpus=1)
 
 
@@ -138,9 +135,14 @@ async def test_an_engine_over_two_nodes_serves_takes_every_version_and_begins_ag
         up.send_signal(signal.SIGTERM)
         said = await run.done("up")
         assert await fleet.names() == []
+    ended_whole(run, said)
+
+
+def ended_whole(run: Run, said: str) -> Summary:
     summary = read_summary(run.folder / "run")
     assert summary["steps"] >= 7, said
     assert (summary["groups_lost"], summary["groups_duplicated"], summary["groups_dead"], summary["disagreements"]) == (0, 0, {}, [])
+    return summary
 
 
 async def registered(run: Run, index: int) -> EngineStatus | None:
